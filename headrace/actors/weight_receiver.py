@@ -1,7 +1,9 @@
 """The receiver: builds a verified file on this node for each version of a head record, and publishes WeightsStaged.
 
-It stages the newest version first and skips versions in between, then the versions that evaluations and promotions have
-pinned. The newest few stay in the store. A version is announced only when every block of it has the trainer's hash.
+On the node of the sender a version is a link to the sender's file, so that the node has its bits once; other nodes
+fetch deltas and full snapshots. It stages the newest version first and skips versions in between, then the versions
+that evaluations and promotions have pinned. The newest few stay in the store. A version is announced only when every
+block of it has the trainer's hash.
 
 A head is valid only if a known publisher signed it and it follows the last valid head in the stream. A forged head, or
 a genuine head that was stored again, causes an event and is ignored.
@@ -26,7 +28,7 @@ from headrace.config import versions
 from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_HEAD
 from headrace.messages.weights import WeightHead, WeightsStaged
-from headrace.weights import chain, heads, shards
+from headrace.weights import chain, heads, shards, snapshot
 from headrace.weights.full.location import Location, NoSnapshot
 from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.pins import Pins
@@ -49,7 +51,10 @@ class WeightReceiver(Actor):
 
     async def start(self) -> None:
         """Scan the store, read the stored heads and pins, then stage."""
-        self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "weights")
+        folder = versions.folder(self.config, self.run)
+        self.store = SnapshotStore(folder / "nodes" / self.bus.node / "weights")
+        self._sent = SnapshotStore(SnapshotStore.sent(folder, self.bus.node))
+        """Of a sender on this node."""
         stored = await asyncio.to_thread(self.store.scan)
         if stored:
             await self.event("resumed", f"this node holds {len(stored)} versions: {sorted(stored)}")
@@ -174,8 +179,7 @@ class WeightReceiver(Actor):
                     "disk_full",
                     f"version {head.version} needs {need} bytes in {self.store.folder}/ and {self._free()} are free; "
                     f"the versions {held} stay, because they are newest or pinned: free some space, or lower [weights] "
-                    f"keep ({section.keep}) and [curriculum] staleness ({self.config.curriculum.staleness}); until "
-                    f"then this node stages nothing ({error.strerror})",
+                    f"keep ({section.keep}); until then this node stages nothing ({error.strerror})",
                     level="error",
                     needed_bytes=need,
                     free_bytes=self._free(),
@@ -200,11 +204,6 @@ class WeightReceiver(Actor):
     def _free(self) -> int:
         return shutil.disk_usage(self.store.folder).free
 
-    @property
-    def _kept(self) -> int:
-        """Number of newest versions that stay."""
-        return max(self.config.weights.keep, self.config.curriculum.staleness + 2)
-
     def _drop(self, newest: int) -> list[int]:
         """Drop all versions but the `newest` highest and the pinned ones."""
         gone = self.store.keep(newest, self._pins.versions)
@@ -220,8 +219,7 @@ class WeightReceiver(Actor):
             await self.event(
                 "disk_small",
                 f"this node keeps {count} versions of {size} bytes in {self.store.folder}/, {self._free()} bytes are "
-                f"free and it has {held} there: free some space, or lower [weights] keep "
-                f"({self.config.weights.keep}) and [curriculum] staleness ({self.config.curriculum.staleness})",
+                f"free and it has {held} there: free some space, or lower [weights] keep ({self.config.weights.keep})",
                 level="warning",
                 needed_bytes=count * size,
             )
@@ -235,15 +233,15 @@ class WeightReceiver(Actor):
         path = self.store.find(head.version, state_hash)
         if path is None:
             path = self.store.path(head.version)
-            self._drop(self._kept)
+            self._drop(self.config.weights.keep)
             try:
                 await self._build(head, path, wanted, state_hash)
             except OSError as error:
                 # The version itself takes the place of the oldest one that is kept.
-                if error.errno not in _FULL or not self._drop(self._kept - 1):
+                if error.errno not in _FULL or not self._drop(self.config.weights.keep - 1):
                     raise
                 await self._build(head, path, wanted, state_hash)
-        self._drop(self._kept)
+        self._drop(self.config.weights.keep)
         staged = WeightsStaged(
             run=self.run,
             node=self.bus.node,
@@ -257,7 +255,22 @@ class WeightReceiver(Actor):
         self._announced[head.version] = head.state_hash
         self.status = f"version {head.version} staged"
 
+    def _linked(self, head: WeightHead) -> bool:
+        """Take the file that a sender on this node has published; False without one of this state."""
+        try:
+            path = self.store.take(self._sent.path(head.version), head.version)
+            if snapshot.file_hash(path) == head.state_hash:
+                return True
+        except (FileNotFoundError, WeightError):
+            pass
+        self.store.drop([head.version])
+        return False
+
     async def _build(self, head: WeightHead, path: Path, wanted: frozenset[int] | None, state_hash: str) -> None:
+        if wanted is None and await asyncio.to_thread(self._linked, head):
+            self.store.put(head.version, state_hash)
+            await self.metric(version=float(head.version), fetched_bytes=0.0)
+            return
         damage: list[str] = []
         plan = await chain.obtain(
             self.bus,

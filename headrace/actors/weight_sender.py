@@ -22,6 +22,7 @@ from headrace.bus.errors import Unrecoverable, WrongSequence
 from headrace.bus.nats import capacity
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
+from headrace.config import versions
 from headrace.inner_paths import own_file
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
@@ -50,7 +51,8 @@ class WeightSender(Actor):
 
     async def start(self) -> None:
         """Read the head, then follow the trainer's snapshots from the newest on."""
-        self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
+        self.folder = versions.folder(self.config, self.run)
+        self.store = SnapshotStore(SnapshotStore.sent(self.folder, self.bus.node))
         """Links to the trainer's files: the base, and the one that is being published."""
         await asyncio.to_thread(self.store.scan)
         await self._take_key()
@@ -121,7 +123,7 @@ class WeightSender(Actor):
 
     async def _keep(self, encoding: Encoding, version: int) -> list[ChunkInfo]:
         """Store a full snapshot, before a record names it."""
-        return await snapshots.store(self._location, encoding, version, self.store.folder)
+        return await snapshots.store(self._location, encoding, version, Path(self.config.run.dir) / self.run)
 
     async def _sweep(self) -> None:
         """Drop the objects of full snapshots whose manifests were collected."""
@@ -142,7 +144,7 @@ class WeightSender(Actor):
             ready = received.message
             if isinstance(ready, SnapshotReady) and (self._wanted is None or ready.version >= self._wanted.version):
                 try:
-                    await asyncio.to_thread(own_file, Path(self.config.run.dir), ready.path, ".safetensors")
+                    await asyncio.to_thread(own_file, self.folder.parent, ready.path, ".safetensors")
                 except OSError:
                     pass  # the trainer has deleted it for a newer one, which is announced next
                 except ValueError as error:

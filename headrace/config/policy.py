@@ -118,8 +118,8 @@ class Weights(Section, frozen=True, kw_only=True):
     """Encoding of deltas: d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
     """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
-    keep: Positive = 4
-    """Number of newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
+    keep: Annotated[int, Meta(ge=2, le=2**31 - 1)] = 2
+    """Number of newest versions that a node keeps as files, besides pinned ones: requests are served by the newest."""
     precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
     """The published bytes: the trainer's, or those rounded once by the sender. Engines serve exactly these. With bf16
     a float32 trainer rounds its weights itself after every step: it computes in float32 on the numbers that are served,
@@ -136,6 +136,9 @@ class Weights(Section, frozen=True, kw_only=True):
     another; `<run>/` is added. Empty: a folder in the run's folder, for a run on one machine. s3 needs pip install
     'headrace[s3]'; keys and endpoints come from fsspec's and the store's own files and variables. Deltas, manifests and
     heads are in the stream HR_WEIGHTS."""
+    memory_dir: OptionalPath = ""
+    """Folder in memory, such as /dev/shm, for the files of versions on this node: the trainer's, the sender's, the
+    receiver's and the servers', which are links to one file. `headrace-<run>/` is added. Empty: the run's folder."""
     region_dir: OptionalPath = ""
     """Folder that the nodes of this region share, for one copy of each full snapshot that they read; empty: every node
     reads `full_snapshots_url` itself. Its file system needs locks (flock)."""

@@ -5,6 +5,8 @@ A full snapshot counts as the file of a version, although chunks of bfloat16 are
 too small stops publishing in the middle of a run, and one that is too large costs nothing.
 """
 
+from pathlib import Path
+
 from headrace.config.tree import Config
 
 DELTAS = 0.25
@@ -25,10 +27,16 @@ def stream_bytes(config: Config, file_bytes: int) -> int:
     return int(chains_kept(config) * file_bytes * DELTAS)
 
 
+def folder(config: Config, run: str) -> Path:
+    """The folder of this node in which the files of a run's versions are, so that each can be a link to another."""
+    memory = config.weights.memory_dir
+    return Path(memory) / f"headrace-{run}" if memory else Path(config.run.dir) / run
+
+
 def versions_kept(config: Config) -> int:
-    """The most versions that a receiver holds at once without pinned ones: the newest, and the one that it builds."""
-    newest = max(config.weights.keep, config.curriculum.staleness + 2)
-    return newest + 1
+    """The most versions on a node at once without pinned ones: the newest, and the one that is written. The files of
+    its trainer, sender, receiver and servers are links."""
+    return config.weights.keep + 1
 
 
 def checkpoints_kept(config: Config) -> int:

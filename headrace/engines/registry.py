@@ -27,6 +27,8 @@ class EngineSetup(NamedTuple):
     """With `adapter`, versions hold low-rank adapters beside the weights, and the engine has to compute with them."""
     run: Path
     """The run's folder on this node, for logs and for the tokenizer."""
+    versions: Path
+    """The folder of the run's versions on this node (`config.versions.folder`)."""
     id: str
     """The id of the rollout actor."""
     tokenizer: Callable[[], Awaitable[Path | None]]

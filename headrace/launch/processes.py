@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.config import Config, branch_config, branch_name
+from headrace.config import Config, branch_config, branch_name, versions
 from headrace.launch.admission import require_own
 from headrace.launch.broker import Broker
 from headrace.launch.output import say
@@ -143,9 +143,12 @@ class Run:
         )
 
     async def close(self) -> None:
-        """Drain all actors, then stop the broker."""
+        """Drain all actors, then stop the broker, and give back the memory of the versions."""
         await self.stop()
         await self.broker.stop()
+        if self.config.weights.memory_dir:
+            for run in (self.folder.id, branch_name(self.folder.id, self.config.feedback)):
+                shutil.rmtree(versions.folder(self.config, run), ignore_errors=True)
 
 
 def first_of(failures: BaseException) -> BaseException:

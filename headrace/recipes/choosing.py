@@ -194,6 +194,10 @@ def _kept(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, cont
     why = "; more keep a further checkpoint" if large else ""
     yield Value("replay.keep_steps", int(count), f"{count * step / 10**9:.0f} GB of records at most{why}")
     yield Value("weights.collect_chains", 2, "full snapshots of earlier versions go")
+    if wanted.nodes == 1 and wanted.gpus > 1:
+        size = file_bytes(policy) / GIB
+        yield Value("weights.memory_dir", "/dev/shm", f"trainer, sender and servers share one file of {size:.0f} GiB")
+        yield Value("weights.shards", 16, "parts that as many threads encode")
     if wanted.nodes > 1:
         yield Value("weights.full_snapshots_url", "/mnt/headrace/weights", "a folder that both nodes see")
         yield Value("run.id", "first", "the nodes find each other by it")

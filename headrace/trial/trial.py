@@ -20,7 +20,7 @@ import msgspec
 from headrace.actors.trainer import initial_policy
 from headrace.config import Config
 from headrace.engines.base import Engine, EngineError, Sample, SampleRequest, UnusableEngine
-from headrace.engines.registry import ENGINES, EngineSetup
+from headrace.engines.registry import EngineSetup, opener
 from headrace.errors import HeadraceError
 from headrace.harness.prompt import whole_prompt
 from headrace.harness.tools.registry import schemas_of
@@ -112,9 +112,9 @@ class Trial:
 
         with self._part("engine starts") as said:
             section = self.config.engine
-            setup = EngineSetup(section, hugging_face.of_run(self.config), self.folder, "try", tokenizer)
+            setup = EngineSetup(section, hugging_face.of_run(self.config), self.folder, self.folder, "try", tokenizer)
             try:
-                engine = await ENGINES.get(section.kind)(setup)
+                engine = await opener(section)(setup)
             except UnusableEngine as error:
                 raise TrialFailed(f"engine.kind = {section.kind!r}: {error}") from None
             said.append(f"{section.kind}, arithmetic {engine.fingerprint[:12]}")

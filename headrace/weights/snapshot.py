@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,8 @@ from headrace.weights.state import Bits, WeightError
 
 _MAX_HEADER = 100 << 20
 _serial = itertools.count()
+THREADS, ALONE = 8, 64 << 20
+"""The most threads that hash a file, and the bytes up to which one does."""
 
 
 def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -174,7 +177,14 @@ class Snapshot:
 
     def hashes(self) -> bytes:
         """The block hashes of the file's present bits, 16 bytes each."""
-        return state.block_hashes(self.tensors, self.arrays())
+        parts = (
+            array[start : start + count]
+            for info, array in zip(self.tensors, self.arrays(), strict=True)
+            for start, count in state.blocks(info)
+        )
+        threads = min(THREADS, len(os.sched_getaffinity(0))) if len(self._map) > ALONE else 1
+        with ThreadPoolExecutor(threads) as pool:
+            return b"".join(pool.map(state.block_hash, parts))
 
     def state_hash(self) -> str:
         """The state hash of the file's present bits."""

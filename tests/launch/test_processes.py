@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Config, Metrics, Processes, Search
+from headrace.config import Config, Metrics, Processes, Search, Weights, branch_name, versions
 from headrace.launch import runs
 from headrace.launch.processes import Run, process_groups
 from headrace.launch.supervision.exporters import Exporters
@@ -52,3 +52,16 @@ async def test_exporters_that_cannot_be_started_end_no_run(tmp_path: Path) -> No
     assert "exporters could not be started: its log" in await said.get()
     await watching
     await exporters.stop(finished=False)
+
+
+@pytest.mark.anyio
+async def test_the_end_of_a_run_gives_back_the_memory_of_its_versions_alone(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    config = Config(processes=Processes(groups=()), weights=Weights(memory_dir=str(memory)))
+    folder = runs.create(tmp_path / "runs", "r1")
+    for run in ("r1", branch_name("r1", config.feedback), "r10"):
+        file = versions.folder(config, run) / "snapshots" / "v00000001.safetensors"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    await Run(config, folder, folder.config, Stopping()).close()
+    assert [each.name for each in memory.iterdir()] == ["headrace-r10"]

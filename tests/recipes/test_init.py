@@ -11,7 +11,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config import load
-from headrace.launch.checks import host, servers, trainer, versions
+from headrace.launch.checks import host, trainer
 from headrace.metrics.gpus import Gpu
 from tests.support import model_folders
 from tests.support.paths import ROOT
@@ -35,8 +35,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     gpu = Gpu(free=int(79.1 * GIB), total=80 * GIB, busy=None)
     monkeypatch.setattr(trainer, "gpus", lambda: (gpu,) * machine.gpus)
     monkeypatch.setattr(trainer, "available_bytes", lambda: machine.memory)
-    for module in (servers, versions):
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(host, "clock_state", lambda: 0)
 
 
@@ -112,7 +111,7 @@ def test_a_recipe_on_too_little_hardware_is_refused_by_check(
     assert code == 1 and [line.split(":")[0] for line in problems] == ["BAD  engine.options.server_devices"]
     simulate(monkeypatch, Machine(8, disk=30 * GIB))
     code, problems = checked(capsys, str(recipe), *sets)
-    assert code == 1 and {line.split(":")[0] for line in problems} == {"BAD  engine.options.stage_dir", "BAD  run.dir"}
+    assert code == 1 and {line.split(":")[0] for line in problems} == {"BAD  weights.memory_dir", "BAD  run.dir"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.actors.weight_sender import WeightSender
 from headrace.bus.connection import Bus
 from headrace.bus.runtime.actor import Actor
-from headrace.config import Config, Weights
+from headrace.config import Config, Weights, versions
 from headrace.config import Run as RunSection
 from headrace.messages.base import Message
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
@@ -44,7 +45,7 @@ class WeightRun:
 
     def path(self, version: int) -> Path:
         """The trainer's file of a version."""
-        return self.folder / self.id / "snapshots" / f"{version}.safetensors"
+        return versions.folder(self.config, self.id) / "snapshots" / f"{version}.safetensors"
 
     @property
     def fetch(self) -> Fetch:
@@ -55,8 +56,9 @@ class WeightRun:
 
         return FullSnapshots(Location.of_run(self.config.weights, self.folder / self.id), None, tell).fetch
 
-    async def actor(self, cls: type[A], *, node: str = "n1", bus: Bus | None = None) -> A:
-        """An actor on a node, started."""
+    async def actor(self, cls: type[A], *, node: str = "", bus: Bus | None = None) -> A:
+        """An actor on a node, started. node: "n1", or "n0" for a sender, whose versions other nodes fetch."""
+        node = node or ("n0" if cls is WeightSender else "n1")
         bus = bus or await self.connect("weight_sync", node=node)
         actor = cls(self.config, bus, self.id, f"{cls.name()}-{token_hex(2)}")
         self.actors.append(actor)

@@ -11,6 +11,7 @@ import torch
 
 from headrace.cli.main import main
 from headrace.policy.layout import checkpoint
+from tests.recipes.test_init import sglang
 from tests.support import chat_formats, tiny
 
 GOOD: dict[str, Any] = {
@@ -82,6 +83,11 @@ def broken(folder: Path) -> None:
     checkpoint.save(folder, tensors, config)
 
 
+def without_a_server(folder: Path) -> None:
+    """An interpreter that says it has SGLang, and has none to start."""
+    sglang(folder.parent)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "a context without a turn": (as_it_is, {"limits__context_tokens": 200}, "limits.context_tokens: "),
     "weights that are no numbers": (broken, {}, "engine: "),
@@ -95,6 +101,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
         {"engine__kind": "tests.support.stale_engine:stale", "engine__exact": False, "algorithm__learning_rate": 5e-2,
          "policy__unprotected": True},
         "engine.kind = 'tests.support.stale_engine:stale': ",
+    ),
+    "a server that ends": (
+        without_a_server,
+        {"engine__kind": "sglang", "engine__exact": False, "engine__device": "auto",
+         "engine__options__python": "./python", "engine__options__args": ["--device", "cpu"]},
+        "engine.weights: version 0 is not served: ",
     ),
     "a fault that check finds": (as_it_is, {"tasks__suite": "nowhere"}, "BAD  tasks.suite: "),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config
+from headrace.config import Config, versions
 from headrace.engines.base import Engine, EngineError, RefusedVersion, UnusableEngine
 from headrace.engines.registry import EngineSetup, opener
 from headrace.harness.scripted import ScriptedEngine, script
@@ -89,7 +89,7 @@ class Policies:
         self._refused: WeightsStaged | None = None
         """The newest version, if the engine will never serve this file. The same file, announced again, is tried
         again, because the receiver has verified it again."""
-        self._folder = Path(config.run.dir) / run
+        self._folder, self._versions = Path(config.run.dir) / run, versions.folder(config, run)
         self._engine: Engine | None = None
         self._renderers: Renderers | None = None
         self._staged: dict[int, WeightsStaged] = {}
@@ -131,7 +131,7 @@ class Policies:
     async def _hear(self, message: Message) -> None:
         if isinstance(message, WeightsStaged) and message.node == self._bus.node:
             try:
-                await asyncio.to_thread(own_file, Path(self._config.run.dir), message.path, ".safetensors")
+                await asyncio.to_thread(own_file, self._versions.parent, message.path, ".safetensors")
             except FileNotFoundError:
                 pass  # the receiver has dropped it for a newer one
             except ValueError as error:
@@ -304,7 +304,9 @@ class Policies:
                     opened = opener(section)
                 except PluginError as error:
                     raise UnusableEngine(str(error)) from None
-                self._engine = await opened(EngineSetup(section, policy, self._folder, self._id, self._tokenizer))
+                self._engine = await opened(
+                    EngineSetup(section, policy, self._folder, self._versions, self._id, self._tokenizer)
+                )
             return self._engine
 
     async def _tokenizer(self) -> Path | None:

@@ -9,7 +9,7 @@ In HR_STEP the outcome of step k precedes the manifest of step k + 1. The step i
 It computes its gradient while the version before it is still copied and hashed; its update waits until its manifest,
 which names that hash, is on the bus. So a kill at any moment loses only what a published manifest repeats.
 
-Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 of them; <run>/checkpoints/.
+Files: <run>/snapshots/v<version>.safetensors, immutable, the newest two; <run>/checkpoints/.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
 from headrace.bus.payloads import retention
-from headrace.config import Config
+from headrace.config import Config, versions
 from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
 from headrace.messages.training import RecordsPurged, StepManifest
 from headrace.training.served.publication import Publication, path_of
@@ -23,7 +23,8 @@ class CheckpointStore:
     """Snapshots and checkpoints of one run. Call the blocking methods in the trainer's thread."""
 
     def __init__(self, folder: Path, trainer: PolicyTrainer, config: Config) -> None:
-        self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
+        self.snapshots = versions.folder(config, folder.name) / "snapshots"
+        self.checkpoints = folder / "checkpoints"
         self.trainer, self.config = trainer, config
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self._firsts: dict[int, tuple[int, int]] = {}
@@ -48,11 +49,10 @@ class CheckpointStore:
         return self.trainer.publish(self.snapshots)
 
     def forget(self, version: int) -> None:
-        """Delete the files of versions that are too old for a batch after `version`; the weight sender keeps links of
-        its own."""
-        oldest = version - self.config.curriculum.staleness
+        """Delete the files of all versions but this one and the one before it; the weight sender keeps a link of its
+        own and publishes the newest."""
         for other in self.snapshots.glob("v*.safetensors"):
-            if int(other.name[1:9]) < oldest:
+            if int(other.name[1:9]) < version - 1:
                 other.unlink(missing_ok=True)
 
     def checkpoint(self, position: Mapping[str, int | str]) -> None:

@@ -31,7 +31,7 @@ from headrace.engines.server.load import Admission
 from headrace.engines.server.process import Server
 from headrace.engines.server.weights.checksums import Expectations
 from headrace.engines.server.weights.lock import VersionFile
-from headrace.engines.server.weights.staging import Stage
+from headrace.engines.server.weights.staging import Stage, Verified
 from headrace.engines.server.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
 
@@ -66,8 +66,8 @@ class OneServer:
         deadline_s: float = TURN_S,
         start_s: float = 600.0,
     ) -> None:
-        """folder: a folder in tmpfs, for the checkpoint that the server loads. server: the one to start, at the address
-        of `backend`; None for one that runs.
+        """folder: of the checkpoint that the server loads, on the file system of the versions. server: the one to
+        start, at the address of `backend`; None for one that runs.
 
         swap: change weights while requests run, or abort the requests first and send them again. deadline_s: seconds
         after which a turn is aborted and returns its tokens so far. start_s: seconds in which a server must answer.
@@ -114,10 +114,14 @@ class OneServer:
         """Whether the server runs, as far as known, and serves weights of this engine."""
         return self._life.serves
 
-    def join(self, elsewhere: Callable[[], bool], lost: Callable[[], None], expectations: Expectations) -> None:
+    def join(
+        self, elsewhere: Callable[[], bool], lost: Callable[[], None], expectations: Expectations, verified: Verified
+    ) -> None:
         """Make this engine one of several. elsewhere: whether another server can sample its turns, which then get
-        ServerLost and do not wait for a restart. lost: called at each loss of the server. All share `expectations`."""
-        self._elsewhere, self._life.on_loss, self._swapper.expectations = elsewhere, lost, expectations
+        ServerLost and do not wait for a restart. lost: called at each loss of the server. All share `expectations` and
+        `verified`."""
+        self._elsewhere, self._life.on_loss = elsewhere, lost
+        self._swapper.expectations, self._swapper.verified = expectations, verified
 
     def has(self, version: int, state_hash: str) -> bool:
         """Whether the server serves, with this version as `latest`."""
@@ -136,7 +140,6 @@ class OneServer:
             "sessions": len(self._sessions),
             "pause_ms": swapper.pause_ms,
             "stage_ms": swapper.stage_ms,
-            "staged_bytes": self._stage.written_bytes,
             "reloads": swapper.reloads,
             "checked": swapper.checked,
             "unchecked": swapper.unchecked,

@@ -1,4 +1,4 @@
-"""Several servers as one engine: each has devices, a port and a staged checkpoint of its own.
+"""Several servers as one engine: each has devices and a port of its own, and a link to the version.
 
 Idea: a node has more GPUs than one server of a small model needs. A session stays on the server that has its prefix
 cached; a new one goes to the live server with the fewest sessions. A version is `latest` when all live servers have it:
@@ -7,9 +7,6 @@ if one refuses it, the others load the version before it again, so that all serv
 A server that is lost gets no sessions. Its turns are sampled on another server, which forwards their context again, so
 their spans begin at position 0. In the background it is started again and loads the node's version; then it gets
 sessions. When all are lost, a turn waits until its server is started again, as with one server.
-
-Trade-off: the node's memory holds one staged checkpoint per server, because each server may be changed or started again
-at its own time.
 """
 
 import asyncio
@@ -23,6 +20,7 @@ from headrace.engines.base import EngineError, RefusedVersion, Sample, SampleReq
 from headrace.engines.server.backend import Requests
 from headrace.engines.server.engine import OneServer, ServerLost
 from headrace.engines.server.weights.checksums import Expectations
+from headrace.engines.server.weights.staging import Verified
 
 T = TypeVar("T")
 LARGEST = ("pause_ms", "stage_ms", "kv_usage", "cache_hit_rate")
@@ -51,10 +49,10 @@ class Fleet:
         """The servers that get no sessions, and the tasks that bring them back."""
         self._losses = self._returns = 0
         self._stopped = False
-        shared = Expectations()
+        shared = Expectations(), Verified()
         for index, engine in enumerate(engines):
             lost = partial(self._lose, index, "it ended or does not answer")
-            engine.join(partial(self._elsewhere, index), lost, shared)
+            engine.join(partial(self._elsewhere, index), lost, *shared)
 
     @property
     def fingerprint(self) -> str:

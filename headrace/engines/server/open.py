@@ -43,7 +43,7 @@ def _engine(setup: EngineSetup, options: ServerOptions, make: MakeBackend, id: s
     if options.python:
         log = setup.run / "logs" / f"{setup.section.kind.partition(':')[0]}-{id}.log"
         server = Server(options.python, log, devices=devices)
-    folder = Path(options.stage_dir) / f"headrace-{setup.run.name}-{id}"
+    folder = setup.versions / "servers" / id
     tokenizer = setup.run / "tokenizer.json"
     return OneServer(
         setup.policy,

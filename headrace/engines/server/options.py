@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.config.base import Duration, HttpUrl, OptionalPath, Path
+from headrace.config.base import Duration, HttpUrl, OptionalPath
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,5 +27,3 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     again."""
     start_s: Duration = 600.0
     """Time limit of a server's start."""
-    stage_dir: Path = "/dev/shm"
-    """Folder in memory that holds the checkpoint which a server loads."""

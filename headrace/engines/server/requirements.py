@@ -1,10 +1,9 @@
-"""Requirements of every engine over a server: consistent options, its package, a staging folder. Imports no torch."""
+"""Requirements of every engine over a server: consistent options and its package. Imports no torch."""
 
 import json
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from headrace import timed_commands
 from headrace.config import Engine as EngineSection
@@ -41,15 +40,12 @@ def problems(section: EngineSection, options: ServerOptions) -> Iterator[Problem
 def requirements(
     options: ServerOptions, package: str, page: str, release: Callable[[str, str], Requirement]
 ) -> Iterator[Requirement]:
-    """Checks for a supported release, installed or running, and for the folder that holds checkpoints. package: the
-    distribution's name. page: the path that reports a running server's version. release: judges a key's version."""
+    """Checks for a supported release, installed or running. package: the distribution's name. page: the path that
+    reports a running server's version. release: judges a key's version."""
     if options.python:
         yield _installed(options.python, package, release)
     elif options.url:
         yield _running(options.url, page, release)
-    if not Path(options.stage_dir).is_dir():
-        text = f"there is no folder {options.stage_dir}; create it, or set another engine.options.stage_dir"
-        yield Requirement("options.stage_dir", False, text)
 
 
 def _installed(python: str, package: str, release: Callable[[str, str], Requirement]) -> Requirement:

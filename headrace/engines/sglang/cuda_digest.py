@@ -8,64 +8,26 @@ with its index by MurmurHash3's finaliser, in two ways. The sums over tiles of 8
 bytes, and the two 32-bit results of a tile make one 64-bit number. Splitmix64's finaliser of the sum over all tiles is
 the checksum. Every step is arithmetic modulo a power of two, so numpy gets the same bits in any order.
 
-Why in numpy: headrace must know the checksum of a verified file without the server, and also without a GPU of its own,
-whose memory belongs to the server.
-
-Layout: blocks of 16 tiles pass through two buffers, so that memory does not grow with the tensor, and each operation's
-start costs less than its work. An index is its block's first index plus an offset, and the two share no bit: the terms
-of the offsets are computed once, and a block adds the terms of its first index as scalars.
-
-Trade-off: about 26 passes over the cached block, so it is slower than SHA-256 in hardware, but threads run at the same
-time, because numpy releases the interpreter lock.
+Why here: headrace must know the checksum of a verified file without the server, and also without a GPU of its own,
+whose memory belongs to the server. The loop releases the interpreter's lock.
 """
-
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.weights.codecs.loops import compiled
+
 Words = NDArray[np.uint32]
 
 TILE = 8192
-BLOCK = 16 * TILE
-"""Words per block: a power of two, so that an offset and a block's first index share no bit."""
 MOST_BYTES = 4 * (2**31 - TILE)
 """The largest tensor that SGLang's kernel can hash: its 32-bit indices overflow beyond."""
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _SEED = 0x243F6A88
-
-
-class _Lane(NamedTuple):
-    """One of the two 32-bit hashes."""
-
-    seed: int
-    factor: int
-    turn: int
-    """Bits by which an index is rotated."""
-    products: Words
-    """Offsets times the factor."""
-    rotated: Words
-    """Rotated offsets."""
-
-    def first(self, index: int) -> tuple[np.uint32, np.uint32]:
-        """The terms of a block's first index: one to add to the products, one to xor with the rotated offsets."""
-        rotated = index << self.turn | index >> (32 - self.turn)
-        return np.uint32((index * self.factor + self.seed) & _MASK32), np.uint32(rotated & _MASK32)
-
-
-@cache
-def _lanes() -> tuple[_Lane, _Lane]:
-    offsets = np.arange(BLOCK, dtype=np.uint32)
-
-    def lane(seed: int, factor: int, turn: int) -> _Lane:
-        rotated = offsets << np.uint32(turn) | offsets >> np.uint32(32 - turn)
-        return _Lane(seed, factor, turn, offsets * np.uint32(factor), rotated)
-
-    second = (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _MASK32
-    return lane(_SEED, 0x27D4EB2D, 15), lane(second, 0x165667B1, 13)
+_SECOND = (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _MASK32
+_LANES = np.array([[_SEED, 0x27D4EB2D, 15, 17], [_SECOND, 0x165667B1, 13, 19]], np.uint32)
 
 
 def digest(tensor: Tensor) -> str:
@@ -76,47 +38,31 @@ def digest(tensor: Tensor) -> str:
         raise ValueError(f"expected a tensor of at most {MOST_BYTES} bytes, got {data.size}")
     if not data.size:
         return f"{0:016x}"
-    words = -(-data.size // 4)
-    size = min(BLOCK, words)
-    mixed, scratch = np.empty(size, np.uint32), np.empty(size, np.uint32)
-    total = 0
-    for start in range(0, words, BLOCK):
-        piece = data[4 * start : 4 * (start + BLOCK)]
-        if piece.size % 4:
-            piece = np.pad(piece, (0, -piece.size % 4))
-        total += _block(piece.view("<u4"), start, 4 * words & _MASK32, mixed, scratch)
-    return f"{_splitmix64(total & _MASK64):016x}"
+    words = np.pad(data, (0, -data.size % 4)) if data.size % 4 else data
+    total = _tiles(words.view("<u4"), np.uint32(-(-data.size // 4) * 4 & _MASK32), _LANES)
+    return f"{_splitmix64(int(total)):016x}"
 
 
-def _block(words: Words, start: int, count: int, mixed: Words, scratch: Words) -> int:
-    """The sum over the tiles of one block. count: bytes of the tensor, modulo 2 ** 32."""
-    size = words.size
-    mixed, scratch = mixed[:size], scratch[:size]
-    halves = []
-    for lane in _lanes():
-        add, flip = lane.first(start)
-        np.add(lane.products[:size], add, out=mixed)
-        np.bitwise_xor(mixed, lane.rotated[:size], out=mixed)
-        np.bitwise_xor(mixed, flip, out=mixed)
-        np.bitwise_xor(mixed, words, out=mixed)
-        _mix(mixed, scratch)
-        whole = size // TILE * TILE
-        sums = mixed[:whole].reshape(-1, TILE).sum(1, dtype=np.uint32)
-        if size > whole:
-            sums = np.append(sums, mixed[whole:].sum(dtype=np.uint32))
-        sums ^= np.uint32(count)
-        _mix(sums, np.empty_like(sums))
-        halves.append(sums.astype(np.uint64))
-    return int((halves[0] << np.uint64(32) | halves[1]).sum(dtype=np.uint64))
-
-
-def _mix(words: Words, scratch: Words) -> None:
-    """MurmurHash3's finaliser of 32 bits, in place."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
-        np.right_shift(words, np.uint32(shift), out=scratch)
-        np.bitwise_xor(words, scratch, out=words)
-        if factor is not None:
-            np.multiply(words, np.uint32(factor), out=words)
+@compiled
+def _tiles(words: Words, size: np.uint32, lanes: Words) -> int:
+    """The sum over all tiles, modulo 2 ** 64. size: bytes of the tensor, modulo 2 ** 32. lanes: seed, factor, turn of
+    an index, and 32 minus the turn, of each of the two hashes."""
+    total = np.uint64(0)
+    for start in range(0, words.size, TILE):
+        for lane in range(2):
+            seed, factor, left, right = lanes[lane]
+            tile = np.uint32(0)
+            for at in range(start, min(start + TILE, words.size)):
+                index = np.uint32(at)
+                mixed = np.uint32(index * factor + seed) ^ np.uint32(index << left | index >> right) ^ words[at]
+                mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
+                mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
+                tile = np.uint32(tile + (mixed ^ mixed >> np.uint32(16)))
+            tile ^= size
+            tile = np.uint32((tile ^ tile >> np.uint32(16)) * np.uint32(0x85EBCA6B))
+            tile = np.uint32((tile ^ tile >> np.uint32(13)) * np.uint32(0xC2B2AE35))
+            total += np.uint64(tile ^ tile >> np.uint32(16)) << np.uint64(32 * (1 - lane))
+    return int(total)
 
 
 def _splitmix64(value: int) -> int:

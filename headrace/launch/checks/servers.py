@@ -1,10 +1,6 @@
-"""Whether the SGLang servers of a rollout actor have GPUs of their own, that hold the weights, and memory to stage
-them."""
+"""Whether the SGLang servers of a rollout actor have GPUs of their own that hold the weights."""
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from headrace.config import Config, Engine
 from headrace.engines.registry import ENGINES
@@ -27,21 +23,6 @@ def check(config: Config, devices: Sequence[Gpu], ranks: range) -> Iterator[Find
     weights = sizes.version_bytes(config)
     if "cpu" not in options.args and (devices or options.server_devices):
         yield from _gpus(options, devices, ranks, weights)
-    folder = Path(options.stage_dir)
-    if not folder.is_dir() or not weights:
-        return  # a finding of the engine's or of the checkpoint's
-    needed, free = options.servers * weights, shutil.disk_usage(folder).free
-    said = f"a version of {gib(weights)} for each of {options.servers} servers needs {gib(needed)} of {folder}"
-    if needed <= free:
-        yield good("engine.options.stage_dir", f"{said}, {gib(free)} are free")
-    elif os.path.ismount(folder):
-        yield bad(
-            "engine.options.stage_dir",
-            f"{said}, {gib(free)} are free: enlarge it (`mount -o remount,size=...`, `--shm-size` of a container), or "
-            "set engine.options.stage_dir",
-        )
-    else:
-        yield bad("engine.options.stage_dir", f"{said}, {gib(free)} are free: set another engine.options.stage_dir")
 
 
 def _gpus(options: ServerOptions, devices: Sequence[Gpu], ranks: range, weights: int) -> Iterator[Finding]:

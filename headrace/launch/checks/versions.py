@@ -36,6 +36,8 @@ async def check(config: Config, roles: Roles = frozenset()) -> AsyncIterator[Fin
         yield good("weights", said)
     for finding in _records(config):
         yield finding
+    for finding in _memory(config, file_bytes):
+        yield finding
     yield _disk(config, file_bytes, 0 if config.bus.url else needed, roles)
 
 
@@ -50,11 +52,30 @@ def _records(config: Config) -> Iterator[Finding]:
             yield good(key, said)
 
 
+def _files(config: Config, file_bytes: int) -> tuple[int, str, str]:
+    """Bytes of the versions on this node, what they are, and how to have fewer."""
+    held = versions.versions_kept(config)
+    return held * file_bytes, f"{held} versions as files", f"lower weights.keep ({config.weights.keep})"
+
+
+def _memory(config: Config, file_bytes: int) -> Iterator[Finding]:
+    """Whether `weights.memory_dir` holds the versions of this node."""
+    key, folder = "weights.memory_dir", Path(config.weights.memory_dir)
+    if not config.weights.memory_dir:
+        return
+    if not folder.is_dir():
+        yield bad(key, f"there is no folder {folder}: create it, or name another")
+        return
+    needed, what, fewer = _files(config, file_bytes)
+    free = shutil.disk_usage(folder).free
+    said = f"{folder} needs {what} of {size(file_bytes)}: {size(needed)}, and {size(free)} are free"
+    enlarge = "enlarge it (`mount -o remount,size=...`, `--shm-size` of a container)"
+    yield good(key, said) if needed <= free else bad(key, f"{said}: {enlarge}, or {fewer}")
+
+
 def _disk(config: Config, file_bytes: int, stream: int, roles: Roles) -> Finding:
     """Whether the disk holds what grows with the run. stream: bytes of the deltas in a broker's store there."""
-    held, bound = versions.versions_kept(config), config.curriculum.staleness
-    fewer = f"lower weights.keep ({config.weights.keep}) and curriculum.staleness ({bound})"
-    parts = [(held * file_bytes, f"{held} versions as files", fewer)]
+    parts = [] if config.weights.memory_dir else [_files(config, file_bytes)]
     if not config.weights.full_snapshots_url:
         chains = f"set weights.collect_chains = 2 ({config.weights.collect_chains})"
         parts.append((versions.chains_kept(config) * file_bytes, "full snapshots", chains))
@@ -65,7 +86,6 @@ def _disk(config: Config, file_bytes: int, stream: int, roles: Roles) -> Finding
         count, every = versions.checkpoints_kept(config), config.trainer.checkpoint_every
         advice = f"{keep} or raise trainer.checkpoint_every ({every})"
         parts.append((count * sizes.checkpoint_bytes(config), f"{count} checkpoints", advice))
-        parts.append(((bound + 2) * file_bytes, f"{bound + 2} versions of the trainer", fewer))
     if not config.bus.url:
         records = sum(sizes.record_bytes(config).values())
         parts.append((records, f"the records of {steps} steps and of those to come", f"{keep} or set replay.keep_gib"))

@@ -1,4 +1,4 @@
-"""A Slurm job: the broker and the single actors on the first node, machines and rollouts on every node.
+"""A Slurm job: the broker and the single actors on the first node; machines, rollouts and a receiver on every node.
 
 The job may be requeued at any time: the shared folder contains the streams, and unfinished work is delivered again.
 """
@@ -9,7 +9,7 @@ from headrace.config import Config
 from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import Process, processes
 
-EVERYWHERE = {"environment", "rollout"}
+EVERYWHERE = {"environment", "rollout", "weight_receiver"}
 """Actors that run once per node."""
 
 
@@ -28,7 +28,8 @@ def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
     for process in processes(config):
         kinds = {name.partition(":")[0] for name in process.actors}
         (every if kinds <= EVERYWHERE else single).append(process)
-    device = "#SBATCH --gpus-per-node=1\n" if any(process.device for process in [*single, *every]) else ""
+    devices = sum(process.devices for process in [*single, *every])
+    device = f"#SBATCH --gpus-per-node={devices}\n" if devices else ""
     told = ""
     if page := plan.page(config):
         process, site = page

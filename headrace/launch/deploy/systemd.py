@@ -49,7 +49,7 @@ def unit(process: Process, binary: str) -> str:
         # QEMU opens /dev/kvm, and the environment actor reads files of /proc that ProcSubset=pid hides.
         hardened = hardened.replace("ProcSubset=pid\n", "")
         devices = "DevicePolicy=closed\nDeviceAllow=/dev/kvm rw\nSupplementaryGroups=kvm"
-    elif process.device:
+    elif process.devices:
         devices = "DevicePolicy=closed\nDeviceAllow=char-nvidia rw\nDeviceAllow=char-nvidia-uvm rw"
     command = " ".join([binary, *process.words])
     return f"""[Unit]

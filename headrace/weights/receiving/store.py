@@ -21,6 +21,11 @@ class SnapshotStore:
         self.folder = Path(folder)
         self._hashes: dict[int, str] = {}
 
+    @staticmethod
+    def sent(folder: Path, node: str) -> Path:
+        """The store of a node's sender: the version that it published last. folder: `config.versions.folder`."""
+        return folder / "nodes" / node / "sender"
+
     def scan(self) -> dict[int, str]:
         """Hash every file after a start, and remove partial and unreadable ones. Returns version to state hash."""
         self._hashes = {}

@@ -179,3 +179,43 @@ async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it
         assert version < 12, "the pin is never given up"
         await run.train(version)
         await within(PATIENCE_S, run.staged(version))
+
+
+async def test_the_senders_node_has_one_file_of_a_version_and_fetches_nothing(connect: Connect, tmp_path: Path) -> None:
+    """Trainer, sender, receiver and a server's folder have links to one file in memory; another node builds its own."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    run = await WeightRun(connect, tmp_path / "runs", keep=2, memory_dir=str(memory)).open()
+    try:
+        await run.actor(WeightSender, node="n1")
+        near = await run.actor(WeightReceiver, node="n1")
+        fetched = damage(near.bus, times=99)
+        for version in range(3):
+            await run.train(version)
+            staged = await within(PATIENCE_S, run.staged(version))
+            assert snapshot.file_hash(staged.path) == run.hashes[version]
+            assert Path(staged.path).samefile(run.path(version))
+        assert not fetched
+        inodes = {file.stat().st_ino for file in memory.rglob("*.safetensors")}
+        assert inodes == {run.path(version).stat().st_ino for version in range(3)}
+        assert not list((tmp_path / "runs").rglob("*.safetensors")), "a file of a version is on the disk"
+        far = await run.actor(WeightReceiver, node="n2")
+        other = await within(PATIENCE_S, run.staged(2, node="n2"))
+        assert snapshot.file_hash(other.path) == run.hashes[2] and far.store.versions() == [2]
+        assert not Path(other.path).samefile(run.path(2))
+    finally:
+        await run.close()
+
+
+async def test_a_file_of_the_sender_with_other_bits_is_not_taken(run: WeightRun) -> None:
+    """Such as one that the disk has damaged: the version is built from the stream instead."""
+    sender = await run.actor(WeightSender, node="n1")
+    await run.train(0)
+    await within(PATIENCE_S, run.head(0))
+    data = bytearray(sender.store.path(0).read_bytes())
+    data[-1] ^= 1
+    sender.store.path(0).unlink()
+    sender.store.path(0).write_bytes(data)
+    await run.actor(WeightReceiver, node="n1")
+    staged = await within(PATIENCE_S, run.staged(0))
+    assert snapshot.file_hash(staged.path) == run.hashes[0]

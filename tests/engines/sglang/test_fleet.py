@@ -293,7 +293,7 @@ async def test_the_requests_of_other_clients_are_those_of_all_servers(pair: tupl
 
 
 def test_each_server_has_its_devices_its_port_and_its_share_of_the_batch(tmp_path: Path) -> None:
-    options = {"python": "p", "stage_dir": str(tmp_path), "servers": 2, "server_devices": ["0,1", "2,3"]}
+    options = {"python": "p", "servers": 2, "server_devices": ["0,1", "2,3"]}
     fleet = opened(CONFIG, tmp_path, max_batch=65, **options)  # type: ignore[arg-type]
     assert isinstance(fleet, Fleet)
     servers = [engine._server for engine in fleet.engines]
@@ -348,7 +348,7 @@ async def test_a_port_is_kept_for_a_server_until_it_is_given_up(tmp_path: Path) 
 async def test_two_servers_are_started_and_see_their_own_devices(versions: Versions, tmp_path: Path) -> None:
     python = interpreter(tmp_path, f"{sys.executable} -m tests.support.sglang.double_process")
     fleet = opened(
-        CONFIG, tmp_path, max_batch=8, python=python, stage_dir=str(tmp_path), servers=2, server_devices=["0", "1"],
+        CONFIG, tmp_path, max_batch=8, python=python, servers=2, server_devices=["0", "1"],
         args=["--device", "cpu"], weights="tensor",
     )  # fmt: skip
     assert isinstance(fleet, Fleet)

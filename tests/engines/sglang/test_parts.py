@@ -12,12 +12,12 @@ import pytest
 import transformers
 from aiohttp import web
 
-from headrace.engines.base import EngineError
+from headrace.engines.base import RefusedVersion
 from headrace.engines.server.backend import IncompatibleServer, Load, Stretch
 from headrace.engines.server.http import ServerError, Wire, reason
 from headrace.engines.server.load import Admission, allowance
-from headrace.engines.server.weights import checksums, staging
-from headrace.engines.server.weights.staging import Stage
+from headrace.engines.server.weights import checksums
+from headrace.engines.server.weights.staging import Stage, Verified
 from headrace.engines.sglang.backend import digest, load_of
 from headrace.weights import snapshot, tensor_state
 from tests.support import tiny
@@ -211,25 +211,46 @@ def test_terms_of_a_fit_server() -> None:
     assert terms(INFO | {"enable_return_routed_experts": False}, openapi(), dense).version == "0.5.23"
 
 
-def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BLOCK", 4096)
+def test_a_stage_is_a_link_that_outlives_its_source_and_is_what_it_says(tmp_path: Path) -> None:
     state = tiny.model(CONFIG, exact=False).state()
     first = tensor_state.write(tmp_path / "0", state)
     state["model.norm.weight"] = state["model.norm.weight"] + 1
     second = tensor_state.write(tmp_path / "1", state)
-    stage = Stage(tmp_path / "stage", CONFIG)
-    stage.put(0, str(tmp_path / "0"), first)
-    size = stage.model.stat().st_size
-    assert stage.written_bytes == size == (tmp_path / "0").stat().st_size
-    stage.put(1, str(tmp_path / "1"), second)
-    assert 0 < stage.written_bytes <= 4 * 4096 and snapshot.file_hash(stage.model) == second
-    small = tensor_state.write(tmp_path / "2", {"only": state["model.norm.weight"]})
-    stage.put(2, str(tmp_path / "2"), small)
-    assert stage.model.read_bytes() == (tmp_path / "2").read_bytes()
-    with pytest.raises(EngineError, match="has state hash"):
-        stage.put(3, str(tmp_path / "2"), first)
-    stage.remove()
-    assert not stage.folder.exists()
+    stages = [Stage(tmp_path / name, CONFIG) for name in ("a", "b")]
+    for version, state_hash in ((0, first), (1, second), (1, second), (0, first)):
+        for stage in stages:
+            stage.put(version, str(tmp_path / str(version)), state_hash)
+            assert stage.model.samefile(tmp_path / str(version))
+            assert not list(stage.folder.glob(".*")), "a part stays"
+    (tmp_path / "0").unlink()
+    assert snapshot.file_hash(stages[1].model) == first
+    with pytest.raises(RefusedVersion):
+        stages[0].put(1, str(tmp_path / "1"), first)
+    assert snapshot.file_hash(stages[0].model) == first, "a refused version replaces nothing"
+    stages[0].remove()
+    assert not stages[0].folder.exists()
+
+
+def test_servers_of_one_node_hash_a_file_once_and_see_that_it_was_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = tensor_state.write(tmp_path / "0", tiny.model(CONFIG, exact=False).state())
+    hashed: list[Path] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return snapshot.Snapshot(path).state_hash()
+
+    monkeypatch.setattr(snapshot, "file_hash", counted)
+    verified = Verified()
+    for name in "abc":
+        Stage(tmp_path / name, CONFIG).put(0, str(tmp_path / "0"), digest, verified)
+    assert len(hashed) == 1
+    data = bytearray((tmp_path / "0").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "0").write_bytes(data)
+    with pytest.raises(RefusedVersion):
+        Stage(tmp_path / "d", CONFIG).put(0, str(tmp_path / "0"), digest, verified)
 
 
 @pytest.mark.parametrize("kind", ["", "llama", "mistral"])

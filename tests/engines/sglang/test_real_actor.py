@@ -72,7 +72,7 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
     async def lend(lanes: tuple[str, ...]) -> None:
         await leases.put("s8.lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
 
-    options = {"python": python(), "args": [*arguments(), "--context-length", "8192"], "stage_dir": str(tmp_path)}
+    options = {"python": python(), "args": [*arguments(), "--context-length", "8192"]}
     section = EngineSection(kind="sglang", exact=False, max_batch=8, options=options)  # type: ignore[arg-type]
     settings: Config = config(tmp_path, section)
     await prepare(connect, "s8")

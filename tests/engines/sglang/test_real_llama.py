@@ -68,7 +68,7 @@ class Served:
             self.files.append((str(path), tensor_state.write(path, state)))
             self.models[version] = Model(self.config, tiny.numerics(self.config, False), seed=None)
             self.models[version].load_state(state)
-        options = load(DEMO).engine.options | {"python": python(), "stage_dir": str(work), "weights": "auto"}
+        options = load(DEMO).engine.options | {"python": python(), "weights": "auto"}
         made = opened(self.config, work, "llama", **options)  # type: ignore[arg-type]
         assert isinstance(made, OneServer)
         self.engine = made

@@ -42,7 +42,7 @@ async def double() -> AsyncIterator[Double]:
 
 
 def section(double: Double, folder: Path) -> EngineSection:
-    return EngineSection(kind="sglang", exact=False, options={"url": double.url, "stage_dir": str(folder)})
+    return EngineSection(kind="sglang", exact=False, options={"url": double.url})
 
 
 def config(folder: Path, engine: EngineSection) -> Config:

@@ -75,7 +75,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     for options in cases:
         with pytest.raises(IncompatibleServer, match=r"either url"):
             opened(config, tmp_path, **options)
-    made = opened(config, tmp_path, python="p", stage_dir=str(tmp_path), args=["--context-length", "9"])
+    made = opened(config, tmp_path, python="p", args=["--context-length", "9"])
     assert isinstance(made, OneServer) and made.version == -1
     command = made._backend.command(tmp_path, "0-a", 1)
     own = ["--dtype", "float32", "--max-running-requests", "64", "--enable-return-routed-experts"]

@@ -177,7 +177,7 @@ PLANTED: dict[str, tuple[dict[str, Any] | Plant, str, str]] = {
     "a disk that cannot hold the versions": (
         {"weights.keep": 1 << 30},
         "BAD  run.dir: runs/ needs 1073741825 versions as files ",
-        "free some space, or lower weights.keep (1073741824) and curriculum.staleness (1)",
+        "free some space, or lower weights.keep (1073741824)",
     ),
     "disk": ({"run.min_free_mb": 1 << 30}, "MiB of free disk, a run needs", "free some space"),
     "folder": ({"run.dir": "/dev/null/runs"}, "/dev/null is not a folder", "set another run.dir"),
@@ -254,9 +254,9 @@ PLANTED: dict[str, tuple[dict[str, Any] | Plant, str, str]] = {
         "/server_info does not answer",
         "start the server",
     ),
-    "no staging folder": (
-        SGLANG | {"engine.options.url": "http://127.0.0.1:1", "engine.options.stage_dir": "/nowhere"},
-        "engine.options.stage_dir: there is no folder /nowhere",
+    "no folder in memory": (
+        {"weights.memory_dir": "/nowhere"},
+        "weights.memory_dir: there is no folder /nowhere",
         "create it",
     ),
 }

@@ -15,6 +15,8 @@ from headrace.bus.broker.server import CONF
 from headrace.cli.main import main, parser
 from headrace.config import ConfigError, load
 from headrace.launch.deploy import kubernetes, plan, slurm, systemd
+from headrace.policy.layout import sizes
+from tests.support import model_folders
 from tests.support.paths import ROOT
 
 ANALYZE = shutil.which("systemd-analyze")
@@ -106,14 +108,96 @@ def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) 
     for each in objects:
         kubernetes_validate.validate(each, "1.34", strict=True)
     pods = [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
-    assert len(pods) == len(plan.processes(config)) + 2  # broker and page
-    for pod in pods:
-        (container,) = pod["containers"]
-        assert container["securityContext"]["privileged"] is False and not pod["automountServiceAccountToken"]
-    limits = {pod["containers"][0]["name"]: pod["containers"][0]["resources"]["limits"] for pod in pods}
+    containers = [container for pod in pods for container in pod["containers"]]
+    assert len(containers) == len(plan.processes(config)) + 2  # broker and page
+    assert not any(pod["automountServiceAccountToken"] for pod in pods)
+    assert not any(container["securityContext"]["privileged"] for container in containers)
+    limits = {container["name"]: container["resources"]["limits"] for container in containers}
     assert limits["headrace-environment"]["devices.kubevirt.io/kvm"] == "1"
     assert limits["headrace-trainer"]["nvidia.com/gpu"] == "1"
     assert "SU" not in re.sub(r"[^A-Z2-7]", " ", text).split()  # no seed
+
+
+def pods_of(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pod of each process."""
+    pods = [each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"]
+    return {container["name"].removeprefix("headrace-"): pod for pod in pods for container in pod["containers"]}
+
+
+def seen(pod: dict[str, Any], path: str) -> dict[str, Any]:
+    """The volume of a pod at a path, which all of its containers mount."""
+    names = {
+        mount["name"] for each in pod["containers"] for mount in each["volumeMounts"] if mount["mountPath"] == path
+    }
+    (volume,) = [each for each in pod["volumes"] if each["name"] in names]
+    assert len([m for c in pod["containers"] for m in c["volumeMounts"] if m["mountPath"] == path]) == len(
+        pod["containers"]
+    )
+    return {key: value for key, value in volume.items() if key != "name"}
+
+
+RECIPE = ROOT / "deploy" / "gpu" / "kubernetes.toml"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's model, with versions of 16 GiB and checkpoints of 100."""
+    monkeypatch.chdir(tmp_path)
+    model_folders.folder(tmp_path / "models", "Qwen3-8B")
+    monkeypatch.setattr(sizes, "version_bytes", lambda config: 16 << 30)
+    monkeypatch.setattr(sizes, "checkpoint_bytes", lambda config: 100 << 30)
+
+
+@pytest.mark.usefixtures("model")
+def test_who_reads_a_version_shares_files_and_host_with_who_writes_it() -> None:
+    """In pods of their own the sender would not see the trainer's file, and no rollout actor a receiver's."""
+    one = load(RECIPE)
+    pods = pods_of(kubernetes.manifests(one, "", "", "headrace:1"))
+    learner = pods["trainer"]
+    assert pods["weight-sender"] is pods["weight-receiver"] is pods["rollout"] is learner
+    assert pods["judge"] is not learner and pods["environment"] is not learner
+    assert seen(learner, "/dev/shm") == {"emptyDir": {"medium": "Memory"}}
+    assert seen(learner, "/var/lib/headrace") == {"persistentVolumeClaim": {"claimName": "headrace-state"}}
+    assert seen(pods["judge"], "/var/lib/headrace") == {"emptyDir": {}}
+    two = load(RECIPE, ["weights.full_snapshots_url=/mnt/weights"])
+    objects = kubernetes.manifests(two, "", "", "headrace:1")
+    pods = pods_of(objects)
+    assert pods["weight-sender"] is pods["trainer"] is not pods["rollout"] is pods["weight-receiver"]
+    for name in ("trainer", "rollout"):
+        claim = {"persistentVolumeClaim": {"claimName": "headrace-snapshots"}}
+        assert seen(pods[name], "/mnt/weights") == claim and seen(pods[name], "/dev/shm")
+    (shared,) = [each for each in objects if each["metadata"]["name"] == "headrace-snapshots"]
+    assert shared["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+@pytest.mark.usefixtures("model")
+def test_memory_disks_gpus_and_ports_come_from_the_run() -> None:
+    config = load(RECIPE, ["metrics.enabled=true", "metrics.port=9400", "production.enabled=true"])
+    objects = kubernetes.manifests(config, "", "", "headrace:1")
+    learner = pods_of(objects)["trainer"]
+    containers = {each["name"].removeprefix("headrace-"): each for each in learner["containers"]}
+    limits = {name: each["resources"]["limits"] for name, each in containers.items()}
+    assert limits["trainer"] == {"memory": f"{8 + 3 * 16 + 100}Gi", "nvidia.com/gpu": "4"}
+    assert limits["rollout"]["nvidia.com/gpu"] == "4" and limits["weight-sender"] == {"memory": f"{8 + 3 * 16}Gi"}
+    assert 'engine.options.server_devices=["0", "1", "2", "3"]' in containers["rollout"]["args"]
+    ports = [port["containerPort"] for each in containers.values() for port in each["ports"]]
+    assert len(set(ports)) == len(ports), "containers of a pod share its ports"
+    for each in containers.values():
+        parsed = parser().parse_args(each["args"])
+        assert load(RECIPE, parsed.set).metrics.port in {port["containerPort"] for port in each["ports"]}
+    (state,) = [each for each in objects if each["metadata"]["name"] == "headrace-state"]
+    assert int(state["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) > 2 * 100
+    gateway = pods_of(objects)["gateway"]["containers"][0]
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/healthz"
+    services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
+    assert services["headrace-gateway"]["ports"][0]["port"] == config.production.port
+
+
+def test_a_job_has_the_gpus_of_trainer_and_servers_and_a_receiver_on_every_node() -> None:
+    script = slurm.files(load(ROOT / "deploy" / "gpu" / "slurm.toml"), "headrace", 2)["headrace.sbatch"]
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    steps = dict(re.findall(r"(--nodes=\d) .*headrace actor (weight_\w+)", script)[i][::-1] for i in range(2))
+    assert steps == {"weight_sender": "--nodes=1", "weight_receiver": "--nodes=2"}
 
 
 def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The generated job on a real Slurm cluster of one node: it trains, is requeued in the middle, and continues.
+"""The generated job on a real Slurm cluster of two nodes: it trains, is requeued in the middle, and continues.
 
-slurmctld, slurmd and the job are in namespaces of their own (network, processes, host name), so their fixed ports
-collide with nothing and all of them end with the test.
+Each node has a slurmd in a network of its own with a host name of its own, and both reach each other by a bridge. They
+and slurmctld are in one namespace of processes and one outer network, so their fixed ports collide with nothing and all
+of them end with the test. Both nodes see the job's folder, as those of a cluster do.
 """
 
 import json
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +35,7 @@ pytestmark = [
 STEPS = 6
 CONF = """
 ClusterName=tests
-SlurmctldHost=localhost
+SlurmctldHost=n1
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
@@ -45,27 +47,39 @@ JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 MpiDefault=none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 KillWait=30
 MinJobAge=600
-NodeName=localhost CPUs={cpus} RealMemory=1000 State=UNKNOWN
-PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
+NodeName=n[1-2] CPUs={cpus} RealMemory=1000 State=UNKNOWN
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
 """
-INSIDE = """
+OUTSIDE = """
 set -e
-hostname localhost
 ip link set lo up
-# Slurm looks up names with AI_ADDRCONFIG, which needs an address besides the loopback's.
-ip link add one type veth peer name other
-ip addr add 10.97.0.1/30 dev one
-ip link set one up
-ip link set other up
-slurmctld -D -f {conf} &
-exec slurmd -D -f {conf} -N localhost
+ip link add bridge type bridge
+ip link set bridge up
+for node in 1 2; do
+  unshare --net --uts --mount bash {folder}/node.sh $node &
+  until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
+  ip link add port$node type veth peer name eth0 netns $!
+  ip link set port$node master bridge up
+  echo $! > {folder}/node$node.pid
+done
+wait
+"""
+NODE = """
+set -e
+hostname n$1
+mount --bind {folder}/hosts /etc/hosts
+ip link set lo up
+until ip link set eth0 up 2>/dev/null; do sleep 0.05; done
+ip addr add 10.97.0.$1/24 dev eth0
+if [ $1 = 1 ]; then slurmctld -D -f {conf} & fi
+exec slurmd -D -f {conf} -N n$1
 """
 FOLLOW = """
 import asyncio, sys
@@ -78,7 +92,7 @@ async def main(seeds, wanted):
     async with asyncio.timeout(300):
         while True:
             try:
-                bus = await Bus.connect("nats://localhost:4222", role="operator", credentials=seeds)
+                bus = await Bus.connect("nats://n1:4222", role="operator", credentials=seeds)
                 await bus.last("HR_STEP", s.STEP.at(run="r1"))
                 break
             except BusError:  # the job has not started its broker, or not declared its streams
@@ -91,32 +105,68 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
+NODES = """
+import asyncio, json, sys
+from headrace.bus.connection import Bus
+from headrace.messages.subjects import EVENT
+from headrace.messages.weights import WeightsStaged
+
+async def main(seeds):
+    bus = await Bus.connect("nats://n1:4222", role="operator", credentials=seeds)
+    nodes = {"staged": set(), "swapped": set()}
+    hashes = {}
+    for kind in nodes:
+        async for received in bus.history("HR_EVENT", EVENT.where(run="r1", type=f"weights_{kind}")):
+            message = received.message
+            nodes[kind].add(message.node)
+            if isinstance(message, WeightsStaged):
+                hashes.setdefault(message.version, set()).add(message.state_hash)
+    same = all(len(each) == 1 for each in hashes.values())
+    print(json.dumps({kind: sorted(names) for kind, names in nodes.items()} | {"versions": same}))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
 class Cluster:
-    """A running cluster of one node."""
+    """A running cluster of two nodes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("state", "spool"):
+        for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
         self.conf = folder / "slurm.conf"
         self.conf.write_text(CONF.format(folder=folder, cpus=os.cpu_count()))
+        (folder / "hosts").write_text("127.0.0.1 localhost\n10.97.0.1 n1\n10.97.0.2 n2\n")
+        for name, text in (("outside.sh", OUTSIDE), ("node.sh", NODE)):
+            (folder / name).write_text(text.format(folder=folder, conf=self.conf))
         binaries = Path(sys.executable).parent
         self.env = os.environ | {"SLURM_CONF": str(self.conf), "PATH": f"{binaries}:{os.environ['PATH']}"}
         self.env["TMPDIR"] = str(folder)  # its processes have numbers of their own, and so have folders in /tmp
 
-        words = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        words = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         with (folder / "daemons.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*words, "bash", "-c", INSIDE.format(conf=self.conf)], env=self.env, stdout=log, stderr=log
+                [*words, "bash", folder / "outside.sh"], env=self.env, stdout=log, stderr=log
             )
 
     def run(self, *words: str, cwd: Path = ROOT) -> str:
-        """Standard output of a command inside."""
-        (inside,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        enter = ("nsenter", "--target", inside, "--net", "--uts", "--mount", "--pid", f"--wd={cwd}")
-        done = subprocess.run([*enter, *words], env=self.env, capture_output=True, text=True)
+        """Standard output of a command on the first node."""
+        (outer,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        into = ("nsenter", "--target", outer, "--mount", "--pid", "--")
+        node = ("nsenter", "--target", self.number(), "--net", "--uts", "--mount", f"--wd={cwd}")
+        done = subprocess.run([*into, *node, *words], env=self.env, capture_output=True, text=True)
         assert done.returncode == 0, f"{words}: {done.stderr}{done.stdout}\n{self.logs()}"
         return done.stdout
+
+    def number(self) -> str:
+        """The first node's process, as the cluster numbers it."""
+        file = self.folder / "node1.pid"
+        for _ in range(600):
+            if file.exists() and (text := file.read_text().strip()):
+                return text
+            time.sleep(0.1)  # nothing tells when a shell has written it
+        raise AssertionError(self.logs())
 
     def logs(self) -> str:
         """The ends of all logs."""
@@ -139,7 +189,7 @@ def written(folder: Path) -> None:
     of_job = {
         "run.id": "r1",
         "run.dir": str(folder / "runs"),
-        "bus.url": "nats://localhost:4222",
+        "bus.url": "nats://n1:4222",
         "bus.credentials": "/etc/headrace/credentials",
         "trainer.device": "cpu",
         "production.enabled": False,
@@ -161,7 +211,7 @@ def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Pa
     job.mkdir()
     written(job)
     seeds, binary = str(job / "credentials"), str(Path(sys.executable).parent / "headrace")
-    words = ["deploy", "slurm", str(job), "--config", str(job / "run.toml"), "--binary", binary, "--nodes", "1"]
+    words = ["deploy", "slurm", str(job), "--config", str(job / "run.toml"), "--binary", binary, "--nodes", "2"]
     assert main(words) == 0
     credentials.write(Path(seeds))
     number = re.findall(r"\d+", cluster.run("sbatch", "headrace.sbatch", cwd=job))[0]
@@ -172,4 +222,6 @@ def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Pa
     assert "Restarts=1" in state, state
     report = json.loads(cluster.run(binary, "audit", "r1", "--config", str(job / "here.toml"), cwd=job))
     assert report["balanced"] and report["trained"] > 0, report
+    seen = json.loads(cluster.run(sys.executable, "-c", NODES, seeds))
+    assert seen == {"staged": ["n1", "n2"], "swapped": ["n1", "n2"], "versions": True}, "each node has a receiver"
     cluster.run("scancel", number)

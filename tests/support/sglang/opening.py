@@ -84,5 +84,5 @@ def opened(
     async def tokenizer() -> Path | None:
         return None
 
-    setup = EngineSetup(section, config, folder, id, tokenizer)
+    setup = EngineSetup(section, config, folder, folder, id, tokenizer)
     return server_open.opened(setup, made, lambda wire, stage, most: Sglang(config, made, wire, stage, most))

@@ -188,7 +188,8 @@ def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks) ->
             names = (f"{at}mlp.experts.{expert}." for expert in range(config.experts))
             experts = [name for name in names if f"{name}up_proj.weight" in tensors]
             yield f"{at}mlp.gate.weight", tensors[f"{at}mlp.gate.weight"]
-            yield f"{at}mlp.experts.w13_weight", torch.stack([_gate_up(tensors, name) for name in experts])
+            halves = [tensors[f"{name}{half}_proj.weight"] for name in experts for half in ("gate", "up")]
+            yield f"{at}mlp.experts.w13_weight", torch.cat(halves).view(len(experts), -1, config.dim)
             yield f"{at}mlp.experts.w2_weight", torch.stack([tensors[f"{n}down_proj.weight"] for n in experts])
         else:
             yield f"{at}mlp.gate_up_proj.weight", _gate_up(tensors, f"{at}mlp.")

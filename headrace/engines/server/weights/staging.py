@@ -1,16 +1,16 @@
-"""Writes the checkpoint that a server loads: one folder in memory, updated while the server serves.
+"""The checkpoint that a server loads: a folder whose weights are a link to the verified file of this node.
 
-Idea: the receiver has applied the delta and verified a file in the node's store. A reload needs the same bits in memory
-and in Hugging Face layout. So the folder is in tmpfs, and a new version rewrites only the blocks of model.safetensors
-that differ. The file is hashed again afterwards: either the server will read the bits that the trainer published, or
-the version is refused before any request is paused.
+Idea: the receiver has a verified file in Hugging Face layout in the node's store (`config.versions.folder`, in memory
+where `weights.memory_dir` names such a folder). So no byte is copied, whatever the number of servers, and the link
+keeps the file when the store drops it. The file is hashed once for all servers of a node: either they will read the
+bits that the trainer published, or the version is refused before any request is paused.
 
-The path never changes, because the server renames its model after every path that it loads. There is one copy and not
-two: an older version is written again from the store.
+The path never changes, because the server renames its model after every path that it loads.
 """
 
 import json
 import os
+import threading
 from pathlib import Path
 
 from headrace.engines.base import EngineError, RefusedVersion
@@ -19,9 +19,30 @@ from headrace.policy.layout import hugging_face
 from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 
-BLOCK = 1 << 20
+RECENT = 4
+"""Number of files that are known."""
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
 """Without an end-of-sequence token, so that a turn ends only at the stop ids of its request."""
+
+
+class Verified:
+    """Files whose bits were hashed, for all servers of a node. A file is known by its inode: it never changes."""
+
+    def __init__(self) -> None:
+        self._hashing = threading.Lock()
+        self._known: dict[tuple[int, int, int], str] = {}
+
+    def require(self, path: Path, state_hash: str) -> None:
+        """WeightError unless the file has this state; OSError. Other threads wait while one hashes."""
+        with self._hashing:
+            info = path.stat()
+            key = info.st_dev, info.st_ino, info.st_mtime_ns
+            if (found := self._known.get(key)) is None:
+                found = self._known[key] = snapshot.file_hash(path)
+                while len(self._known) > RECENT:
+                    del self._known[next(iter(self._known))]
+        if found != state_hash:
+            raise WeightError(f"it has state hash {found}, expected {state_hash}")
 
 
 class Stage:
@@ -31,26 +52,29 @@ class Stage:
         """tokenizer: the run's tokenizer.json; without one the server must be started with --skip-tokenizer-init."""
         self.folder = Path(folder)
         self._config, self._tokenizer = config, tokenizer
-        self.written_bytes = 0
-        """Bytes that the last `put` wrote."""
 
     @property
     def model(self) -> Path:
         """The file with the weights."""
         return self.folder / "model.safetensors"
 
-    def put(self, version: int, path: str, state_hash: str) -> None:
-        """Write a version into the folder. Blocks. EngineError when the file cannot be read or there is no space,
-        RefusedVersion when the file is not that version."""
+    def put(self, version: int, path: str, state_hash: str, verified: Verified | None = None) -> None:
+        """Link a version into the folder. Blocks. verified: what is known of files of this node.
+
+        EngineError when the file is gone or on another file system, RefusedVersion when it is not that version.
+        """
+        part = self.folder / ".model.part"
         try:
             self._describe()
-            self.written_bytes = _copy_differences(Path(path), self.model)
-            written = snapshot.file_hash(self.model)
+            part.unlink(missing_ok=True)
+            os.link(path, part)
+            (verified or Verified()).require(part, state_hash)
+            os.replace(part, self.model)
         except (OSError, WeightError) as error:
             kind = RefusedVersion if isinstance(error, WeightError) else EngineError
             raise kind(f"version {version} cannot be staged from {path}: {error}") from error
-        if written != state_hash:
-            raise RefusedVersion(f"version {version} from {path} has state hash {written}, expected {state_hash}")
+        finally:
+            part.unlink(missing_ok=True)  # os.replace keeps both names of one file
 
     def _describe(self) -> None:
         """Write config.json and the tokenizer files."""
@@ -75,26 +99,3 @@ class Stage:
             (self.folder / name).unlink(missing_ok=True)
         if self.folder.exists() and not any(self.folder.iterdir()):
             self.folder.rmdir()
-
-
-def _copy_differences(source: Path, target: Path) -> int:
-    """Make `target` equal to `source` by writing only blocks that differ. Returns the number of bytes written."""
-    written = 0
-    with open(source, "rb", buffering=0) as new, open(target, "a+b", buffering=0) as old:
-        descriptor = old.fileno()
-        size = os.fstat(new.fileno()).st_size
-        common = min(size, os.fstat(descriptor).st_size)
-        if common < size:
-            os.posix_fallocate(descriptor, 0, size)
-        os.ftruncate(descriptor, size)
-    # Opened again, because with O_APPEND every positioned write would append.
-    with open(source, "rb", buffering=0) as new, open(target, "r+b", buffering=0) as old:
-        at = 0
-        while block := new.read(BLOCK):
-            if at + len(block) > common or os.pread(old.fileno(), len(block), at) != block:
-                view = memoryview(block)
-                while view:
-                    view = view[os.pwrite(old.fileno(), view, at + len(block) - len(view)) :]
-                written += len(block)
-            at += len(block)
-    return written

@@ -31,7 +31,7 @@ from headrace.engines.server.backend import Backend, Terms, Way
 from headrace.engines.server.http import ServerError
 from headrace.engines.server.weights import checksums
 from headrace.engines.server.weights.lock import NotServed, VersionFile
-from headrace.engines.server.weights.staging import Stage
+from headrace.engines.server.weights.staging import Stage, Verified
 from headrace.policy.config import PolicyConfig
 
 _log = logging.getLogger("headrace.engines.server")
@@ -68,6 +68,8 @@ class Swapper:
         """Whether the last change compared checksums."""
         self.expectations = checksums.Expectations()
         """The checksums that servers must report; the servers of one node share them."""
+        self.verified = Verified()
+        """The files that were hashed; the servers of one node share it."""
         self._unknown: set[str] = set()
         """The fingerprints of servers whose checksums cannot be computed here."""
         self._comparable: dict[str, bool] = {}
@@ -81,7 +83,7 @@ class Swapper:
 
     async def ready(self, weights: VersionFile) -> None:
         """Stage a version in the folder. EngineError when its file is not that version."""
-        await asyncio.to_thread(self._stage.put, *weights)
+        await asyncio.to_thread(self._stage.put, *weights, self.verified)
 
     async def holds(self, weights: VersionFile, terms: Terms) -> bool:
         """Whether the server serves exactly this version already, for example after a start from the staged folder."""
