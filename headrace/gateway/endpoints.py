@@ -32,7 +32,6 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
-from headrace.gateway.client_sessions import Caller, root_of
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
@@ -42,6 +41,7 @@ from headrace.gateway.dialects.responses import Compaction, Responses
 from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
 from headrace.gateway.http import ENDS, STREAM, HttpRefused, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
+from headrace.gateway.sessions import Caller, root_of
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
 from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, results_in_order

@@ -20,11 +20,11 @@ import msgspec
 
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
 from headrace.gateway.agents.store import GatewayParts
-from headrace.gateway.client_sessions import Caller, ClientSessions, Under, merged, root_of, user_of
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
+from headrace.gateway.sessions import Caller, Under, merged, root_of, user_of
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.traffic import TrafficReports
@@ -68,7 +68,7 @@ class ClientServing:
         self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
         self._split, self._event, self._ratings, self._traffic = parts.split, parts.event, ratings, traffic
         self._shadows = Shadows(parts.bus, parts.run, self._ask)
-        self._sessions = ClientSessions()
+        self._sessions = parts.sessions
         self._revisions: dict[str, int] = {}
         """Of the stored sessions, as this gateway last read or wrote them."""
         self._storing = defaultdict[str, asyncio.Lock](asyncio.Lock)
