@@ -158,7 +158,8 @@ class ClientServing:
         return Begun(lambda: (turn.group, turn.index), task, parts, self._most(request))
 
     async def _recalled(self, request: ModelRequest, caller: Caller) -> ModelRequest:
-        """The request with the messages that it names by the ids of items. HttpRefused."""
+        """The request with the messages that it names by the ids of items; a client may name some items of a turn and
+        send others. HttpRefused."""
         if not request.recalled:
             return request
         messages = [*request.messages]
@@ -167,9 +168,11 @@ class ClientServing:
                 raise HttpRefused(404, "the record of an item is gone: send the item itself")
             asked = msgspec.structs.replace(request, messages=(), stream=False)
             reply = await self._again(asked, place.group, place.index)
-            texts = (reply.text if "msg" in items else "", reply.after if "msg_after" in items else "")
-            calls = tuple(call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
-            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=calls)
+            sent, order = messages[at], [call.id for call in reply.calls]
+            texts = (reply.text if "msg" in items else "", sent.text, reply.after if "msg_after" in items else "")
+            named = (call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
+            calls = sorted((*named, *sent.calls), key=lambda call: [*order, call.id].index(call.id))
+            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=tuple(calls))
         return msgspec.structs.replace(request, messages=results_in_order(messages), recalled={})
 
     def _most(self, request: ModelRequest) -> int:

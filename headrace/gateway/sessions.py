@@ -1,8 +1,8 @@
 """The state machine of a gateway's sessions: which session a request continues, and the end of each turn and session.
 
 Sessions are of two kinds, under ids of one form. A **run** of headrace's own agent is queued until a rollout actor has
-sampled a turn, then running; finished and failed are its ends, which no later event changes. Every other session has the
-turns that a **client's** agent asks for; the rest of this text is about these.
+sampled a turn, then running; finished and failed are its ends, which no later event changes. Every other session has
+the turns that a **client's** agent asks for; the rest of this text is about these.
 
 A session is one line of recorded turns under one id, which answers name, requests may name and ratings name. Sessions
 form trees: the root's id names the tree, and a branch's id begins with it. A request that names an id, or a tree by the

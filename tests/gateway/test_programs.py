@@ -67,14 +67,19 @@ class Client(NamedTuple):
     words: Callable[[str, str, Path], Sequence[str]]
     """Its command line, by the gateway's URL, the key and its folder."""
     turns: Sequence[Said]
-    """What the policy says."""
+    """The policy's answers."""
     mark: str = '"name": "write"'
     """Text in the prompts of the conversation that writes the files; a program may have others beside it."""
     env: Callable[[str, str], dict[str, str]] = lambda url, key: {}
     answer: str = '{"files": ["a.txt", "b.txt"]}'
     """To its other conversations."""
-    said: str = DONE
+    said: tuple[str, ...] = (DONE,)
     """In its output."""
+    named: bool = False
+    """Whether it names its session in a header of its own."""
+    branches: int = 1
+    """Sessions of its turns after the cut one. aider moves a reminder from message to message, so no history is the
+    record of the turn before: each turn is a branch of the tree that its header names."""
 
 
 def calls(name: str, *arguments: dict[str, Any]) -> list[Said]:
@@ -120,6 +125,9 @@ def mini(url: str, key: str, folder: Path) -> Sequence[str]:
 def aider(url: str, key: str, folder: Path) -> Sequence[str]:
     quiet = ("--no-check-update", "--no-analytics", "--no-show-model-warnings", "--no-auto-lint", "--no-pretty")
     program = str(CLIENTS / "aider" / "bin" / "aider")
+    settings = {"name": "openai/latest", "use_temperature": False}
+    settings["extra_params"] = {"extra_headers": {"x-litellm-session-id": "chat-1"}}
+    (folder / ".aider.model.settings.yml").write_text(json.dumps([settings]))
     return (program, "--model", "openai/latest", "--edit-format", "diff", "--yes-always", *quiet, "--message", ASKED)
 
 
@@ -182,19 +190,23 @@ TABLE = (
     *(Client(f"openai-{a}-{b}", SDK, script("openai_sdk.py", a, b), WRITES)
       for a in ("chat", "responses") for b in ("stream", "whole")),
     *(Client(f"anthropic-{a}", SDK, script("anthropic_sdk.py", a), WRITES) for a in ("stream", "whole")),
-    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, said="['a.txt', 'b.txt']") for a in ("chat", "responses")),
-    *(Client(f"ai-sdk-{a}", MODULES, ai_sdk(a), WRITES, said=DONE if a == "anthropic" else "[ 'a.txt', 'b.txt' ]")
-      for a in ("openai", "compatible", "anthropic")),
+    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, said=(DONE, "['a.txt', 'b.txt']"))
+      for a in ("chat", "responses")),
+    *(Client(f"ai-sdk-{a}", MODULES, ai_sdk(a), WRITES, said=(DONE, "[ 'a.txt', 'b.txt' ]"))
+      for a in ("openai", "compatible")),
+    Client("ai-sdk-anthropic", MODULES, ai_sdk("anthropic"), WRITES),
     Client("mini-swe-agent", MINI, mini, [bash("bash")[0], ("I submit.", [("bash", {"command": SUBMIT})])],
-           '"name": "bash"', openai_env, said="COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    Client("aider", CLIENTS / "aider" / "bin", aider, [(WRONG, []), (BLOCKS, [])], ASKED, openai_env, said="a.txt"),
-    Client("codex", CODEX, codex('model = "latest"\n'), bash("exec_command", "cmd"), '"exec_command"', codex_env),
+           '"name": "bash"', openai_env, said=("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",)),
+    Client("aider", CLIENTS / "aider" / "bin", aider, [(WRONG, []), (BLOCKS, [])], ASKED, openai_env,
+           said=("a.txt",), named=True, branches=2),
+    Client("codex", CODEX, codex('model = "latest"\n'), bash("exec_command", "cmd"), '"exec_command"', codex_env,
+           named=True),
     Client("codex-own-model", CODEX, codex(""), [("", [("exec", {"input": PROGRAM})]), (DONE, [])], '"name": "exec"',
-           codex_env),
+           codex_env, named=True),
     Client("claude-code", CLIENTS / "claude" / "node_modules", claude, bash("Bash", description="w"), '"name": "Bash"',
-           claude_env),
+           claude_env, named=True),
     Client("opencode", CLIENTS / "opencode" / "node_modules", opencode, bash("bash", description="w"),
-           '"name": "bash"'),
+           '"name": "bash"', named=True),
     Client("continue", CLIENTS / "continue" / "node_modules", continues, bash("Bash"), '"name": "Bash"'),
 )  # fmt: skip
 
@@ -256,6 +268,8 @@ class Served(NamedTuple):
     observer: Bus
     people: set[str]
     """The users that requests named; empty for that of the key."""
+    names: set[str]
+    """The sessions as the program's own headers name them."""
 
 
 @asynccontextmanager
@@ -275,7 +289,7 @@ async def served(connect: Connect, folder: Path, run: str) -> AsyncIterator[Serv
     (file := folder / "0.safetensors").touch()
     await stage(observer, run, "n1", 0, str(file), "no weights")
     key = await made(await connect("operator"), "acme", scopes=SCOPES, requests_per_minute=60_000)
-    people = set[str]()
+    people, names = set[str](), set[str]()
     async with (
         living(Feedback, config, await connect("feedback"), run, "feedback"),
         living(Rollout, config, await connect("rollout", node="n1"), run, "product"),
@@ -285,11 +299,12 @@ async def served(connect: Connect, folder: Path, run: str) -> AsyncIterator[Serv
 
         async def seen(request: Any, caller: Caller) -> Begun:
             people.add(caller.user)
+            names.add(caller.name)
             return await begin(request, caller)
 
         gateway.clients.begin = seen  # type: ignore[method-assign]
         url = json.loads((folder / run / "gateway.json").read_text())["url"]
-        yield Served(gateway, int(url.rpartition(":")[2]), key, observer, people)
+        yield Served(gateway, int(url.rpartition(":")[2]), key, observer, people, names)
 
 
 @pytest.mark.parametrize("client", TABLE, ids=lambda client: client.name)
@@ -301,7 +316,7 @@ async def test_a_program_edits_is_cut_asks_again_is_rated_and_purged(
     run = f"p{abs(hash(client.name)) % 10**9}"
     (folder := tmp_path / "work").mkdir()
     async with served(connect, tmp_path, run) as there:
-        play = Play(Script(client.mark, list(client.turns), client.answer))
+        play = Play(Script(client.mark, list(client.turns), client.answer), held=3)
         PLAYS.append(play)
         cutting = Cutting(there.port)
         relay = await asyncio.start_server(cutting.serve, "127.0.0.1", 0)
@@ -318,11 +333,12 @@ async def test_a_program_edits_is_cut_asks_again_is_rated_and_purged(
         relay.close()
         assert play.cut.is_set(), f"the engine did not hear that the connection was lost: {said}"
         assert {path: (folder / path).read_text() for path in FILES} == FILES
-        assert client.said in said
-        # One cut turn, then every turn of the script once, in one session.
+        assert all(text in said for text in client.said), said
+        # One cut turn, then every turn of the script once.
         first, *others = play.sessions
-        assert len(others) == len(client.turns) and len(set(others)) == 1 and others[0] != "", play.sessions
-        group = others[0]
+        assert len(others) == len(client.turns) and len({root_of(each) for each in others}) == 1, play.sessions
+        assert len(set(others)) == client.branches, play.sessions
+        group = others[-1]
         records = [
             received.message
             async for received in there.observer.history("HR_TURN", TURN.where(run=run, trajectory=">"))
@@ -330,6 +346,7 @@ async def test_a_program_edits_is_cut_asks_again_is_rated_and_purged(
         ]
         (cut,) = [record for record in records if record.turn.stop == "abort"]
         assert cut.trajectory.startswith(f"{first}-") and len(cut.turn.ids) == 3
+        assert len(there.names) == 1 and there.names != {""} if client.named else there.names == {""}
         await rated_and_purged(there, run, group)
 
 
@@ -342,8 +359,9 @@ async def rated_and_purged(there: Served, run: str, group: str) -> None:
             assert answer.status == 200 and told["outcome"] == "opted_out", told
         ends = [received.message async for received in there.observer.history("HR_TRAJ", filter)]
         (end,) = [end for end in ends if isinstance(end, Trajectory) and end.group == group]
-        assert [turn.stop for turn in end.turns] == ["stop"] * len(end.turns) and not end.capture.training_allowed
-        names = [name or f"key {there.gateway.api_keys.find(there.key).id}" for name in there.people]
+        assert [turn.stop for turn in end.turns] == ["stop"] * len(end.turns) and end.capture is not None
+        assert (key := there.gateway.api_keys.find(there.key)) is not None
+        names = [name or f"key {key.id}" for name in there.people]
         (person,) = [name for name in names if there.gateway.keys.hash("acme", name) == user_of(group)]
         async with http.delete(f"{url}/v1/users/{person}") as answer:
             told = await answer.json()

@@ -435,7 +435,7 @@ class World(RuleBasedStateMachine):
             run.on_failure("timed_out")
             assert run.state == "failed" and len(run.failures) == attempt + 1
         assert not ended or run.view() | {"seconds": 0} == before, "an end is final"
-        assert changed.is_set() == (run.changed is not changed), "whoever waits for a change hears of it"
+        assert changed.is_set() == (run.changed is not changed), "a request that waits for a change hears of it"
 
     def restart(self) -> None:
         """A gateway is replaced: what it had not stored is gone, and so are its clients' connections."""

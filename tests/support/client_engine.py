@@ -4,6 +4,8 @@ import asyncio
 import json
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.registry import EngineSetup
 from headrace.messages.rollout import Span
@@ -14,7 +16,7 @@ Said = tuple[str, list[tuple[str, dict[str, Any]]]]
 
 
 class Script(NamedTuple):
-    """What the policy says in each turn of the conversations whose prompt contains `mark`; to others it says a word."""
+    """The policy's answers in each turn of the conversations whose prompt contains `mark`; to others it says a word."""
 
     mark: str
     turns: list[Said]
@@ -23,10 +25,10 @@ class Script(NamedTuple):
 
 
 class Play:
-    """A script that is played, and what was asked. The first turn of the script is sampled until it is cut."""
+    """A script that is played, and what was asked."""
 
-    def __init__(self, script: Script, held: int = 3) -> None:
-        """held: ids that the first turn has when it is cut."""
+    def __init__(self, script: Script, held: int | None = None) -> None:
+        """held: the first turn stops after so many ids until it is cut; None: it does not."""
         self.script, self.held = script, held
         self.sessions: list[str] = []
         """Of every turn of the script; that of the cut turn is the first."""
@@ -55,7 +57,7 @@ class ClientEngine:
         text, calls = play.script.turns[turn]
         said = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
         text += "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in said)
-        if len(play.sessions) > 1:
+        if len(play.sessions) > 1 or play.held is None:
             return self._sampled(request, text)
         assert request.progress is not None
         request.progress.on_cut = play.cut.set
@@ -70,8 +72,8 @@ class ClientEngine:
         if request.progress is not None:
             request.progress.add(ids, 0)
         span = Span(0, len(request.ids) + len(ids) - 1, 0)
-        stop = "stop" if held is None else "abort"
-        return Sample(ids=ids, logprobs=(-0.5,) * len(ids), routed=None, spans=(span,), stop=stop)
+        made = Sample(ids=ids, logprobs=(-0.5,) * len(ids), routed=None, spans=(span,), stop="stop")
+        return made if held is None else msgspec.structs.replace(made, stop="abort")
 
     async def close(self, session: str) -> None: ...
 

@@ -13,7 +13,7 @@ class Client(NamedTuple):
 
     name: str
     version: str
-    """The newest that was tried, or read in its source."""
+    """The newest that was tried."""
     headers: tuple[str, ...]
     """Empty: it names no session; a program that uses it may send X-Headrace-Session."""
 
@@ -21,11 +21,13 @@ class Client(NamedTuple):
 CLIENTS = (
     Client("Claude Code", "2.1.197", ("x-claude-code-session-id",)),
     Client("Codex", "0.171.0", ("session-id", "session_id", "conversation_id")),
-    Client("OpenCode", "1.1", ("x-session-affinity", "x-opencode-session", "x-session-id")),
+    Client("OpenCode", "1.18.33", ("x-session-affinity", "x-opencode-session", "x-session-id")),
     Client("LiteLLM", "1.106.2", ("x-litellm-session-id",)),
-    Client("AI SDK", "6", ()),
-    Client("OpenAI SDK", "2.8", ()),
-    Client("Anthropic SDK", "0.75", ()),
+    Client("AI SDK", "7.0.173", ()),
+    Client("OpenAI SDK", "3.54", ()),
+    Client("Agents SDK", "0.24.0", ()),
+    Client("Anthropic SDK", "2.12", ()),
+    Client("Continue", "1.5.47", ()),
     Client("aider", "0.86.2", ()),
     Client("mini-swe-agent", "2.4.6", ()),
 )

@@ -11,12 +11,12 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runn
 
 
 class Report(pydantic.BaseModel):
-    """What was written."""
+    """The files that were written."""
 
     files: list[str]
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def write(path: str, text: str) -> str:
     """Write a file."""
     Path(path).write_text(text)
