@@ -33,7 +33,7 @@ TRL     := .cache/trl
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -170,6 +170,10 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	@rm -rf $(SGLANG)/shims && cp -r deploy/sglang/shims $(SGLANG)/shims
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
 	@touch $@
+
+first-token: setup $(SGLANG)/.installed ## the first token through the gateway beside a real SGLang server's own, 16 and 256 clients (minutes)
+	$(BIN)/python -m benchmarks.first_token --clients 16 --beside $(SGLANG)/bin/python
+	$(BIN)/python -m benchmarks.first_token --clients 256 --turns 4 --beside $(SGLANG)/bin/python
 
 test-vllm: setup $(VLLM)/.installed ## tests with a real vLLM server on this CPU (installs 3.5 GB of packages, then takes minutes)
 	HEADRACE_VLLM=$(VLLM)/bin/python $(BIN)/pytest -m vllm --timeout 900 tests/engines

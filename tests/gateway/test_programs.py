@@ -360,7 +360,8 @@ async def rated_and_purged(there: Served, run: str, group: str) -> None:
         ends = [received.message async for received in there.observer.history("HR_TRAJ", filter)]
         (end,) = [end for end in ends if isinstance(end, Trajectory) and end.group == group]
         assert [turn.stop for turn in end.turns] == ["stop"] * len(end.turns) and end.capture is not None
-        assert (key := there.gateway.api_keys.find(there.key)) is not None
+        key = there.gateway.api_keys.find(there.key)
+        assert key is not None
         names = [name or f"key {key.id}" for name in there.people]
         (person,) = [name for name in names if there.gateway.keys.hash("acme", name) == user_of(group)]
         async with http.delete(f"{url}/v1/users/{person}") as answer:
