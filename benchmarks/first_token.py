@@ -220,6 +220,8 @@ async def measure(clients: int, turns: int, beside: str, folder: Path) -> Figure
                             break
                         except aiohttp.ClientResponseError:
                             await asyncio.sleep(0.2)
+                # A server's first batches compile and allocate.
+                await asyncio.gather(*(client(http, url, -1 - number, 1) for number in range(clients)))
                 seen = await asyncio.gather(*(client(http, url, number, turns) for number in range(clients)))
                 left = await asyncio.gather(
                     *(client(http, url, number, turns, leave=True) for number in range(clients))

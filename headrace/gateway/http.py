@@ -204,7 +204,9 @@ class Listener:
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
             async def respond(request: web.Request) -> web.StreamResponse:
+                request[ENDS] = True  # nothing has changed yet
                 await self._admit(request)
+                request[ENDS] = False
                 return await handler(request)
 
             return await guarded(respond, self._report)(request)

@@ -337,7 +337,7 @@ class Sessions:
         session: ClientSession | None
         heads = _heads(request, tools if before is None else before.history)
         retry = _digest((caller.retry, request.sample)) if caller.retry else ""
-        if (repeated := self._repeated(scope, tree, asked, retry, caller.again)) is not None:
+        if (repeated := self._repeated(scope, tree, asked, retry, caller)) is not None:
             return repeated
         if before is not None and request.previous is not None:
             session, prefix = self._sessions[request.previous.group], 0
@@ -437,7 +437,9 @@ class Sessions:
         roots = self._found("name", caller.key.id, user, caller.name) if caller.name else []
         return next((root for root in roots if not self._closed(root)), None)
 
-    def _repeated(self, scope: Scope, tree: ClientSession | None, asked: str, retry: str, again: bool) -> Placed | None:
+    def _repeated(
+        self, scope: Scope, tree: ClientSession | None, asked: str, retry: str, caller: Caller
+    ) -> Placed | None:
         """The place of a request that was sent before; None for a new one. HttpRefused with 409."""
         by, value = ("retry", retry) if retry else ("asked", asked)
         earlier: list[tuple[bool, RecordedTurn, Placed]] = []
@@ -450,9 +452,13 @@ class Sessions:
                     earlier.append((recorded.lost, recorded, Placed(session.group, recorded=index)))
         if tree is not None:
             earlier = [each for each in earlier if root_of(each[2].group) == root_of(tree.group)]
+        elif caller.name:  # its tree has ended; a session without this name may have the same history
+            earlier = [
+                each for each in earlier if getattr(self._sessions.get(each[2].group), "named", "") == caller.name
+            ]
         if retry and any(turn.asked != asked for _, turn, _ in earlier):
             raise HttpRefused(409, "this Idempotency-Key belongs to another request; send a new key")
-        earlier = [each for each in earlier if each[0]] or (earlier if retry or again else [])
+        earlier = [each for each in earlier if each[0]] or (earlier if retry or caller.again else [])
         return earlier[-1][2] if earlier else None
 
     def _continued(

@@ -1,5 +1,6 @@
 """Which session a request continues, what a repeated request gets, and how sessions end: cases, then interleavings."""
 
+import itertools
 import random
 from typing import Any
 
@@ -165,6 +166,18 @@ def test_the_same_body_after_a_lost_answer_gets_the_recorded_turn() -> None:
     assert place(sessions, asked(USER)).turn is not None
 
 
+def test_a_program_gets_no_turn_of_a_session_without_its_name() -> None:
+    """Later its history would go on with an equal one of its own tree, whose turn it was never given."""
+    sessions = Sessions()
+    other, _ = turn(sessions, USER)
+    placed = place(sessions, asked(USER), caller(name="uuid", again=True))
+    assert placed.turn is not None and placed.group != other
+    sessions.took(placed.turn, TURN)
+    sessions.ended(placed.group, rated=True)
+    again = place(sessions, asked(USER), caller(name="uuid", again=True))
+    assert again[:4] == (placed.group, 0, None, 0), "its own tree has ended, and has the turn"
+
+
 def test_other_tools_and_other_temperatures() -> None:
     sessions = Sessions()
     group, _ = turn(sessions, USER)
@@ -230,8 +243,12 @@ class Conversation:
 class World(RuleBasedStateMachine):
     """Two gateways of one run, the record of each session, and conversations of few words."""
 
+    ids = itertools.count()
+    """Of sessions: chance would make a failure another one when it is played again."""
+
     def __init__(self) -> None:
         super().__init__()
+        World.ids = itertools.count()
         self.random = random.Random()
         self.gateways = [Sessions(), Sessions()]
         self.stored: dict[str, ClientSession] = {}
@@ -462,17 +479,19 @@ class World(RuleBasedStateMachine):
 
 
 def interleave(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        World,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            derandomize=examples < 1000,
-        ),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.gateway.sessions.secrets.token_hex", lambda size: f"{next(World.ids):0{2 * size}x}")
+        run_state_machine_as_test(
+            World,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                derandomize=examples < 1000,
+            ),
+        )
 
 
 def test_interleavings() -> None:
