@@ -108,7 +108,7 @@ class Gateway(Actor):
         self.clients = ClientServing(parts, self.ratings, self.traffic)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
-        self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
+        self.every(5.0, lambda: self.metric(**self.sessions.turns), "figures")
         self.spawn(following.follow(), "API keys")
         production = self.config.production
         admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))

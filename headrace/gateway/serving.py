@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -118,15 +118,6 @@ class ClientServing:
     def _key_of(self, group: str) -> str:
         user, _, session = group.partition(".")
         return self._key(user, session)
-
-    def models(self) -> list[str]:
-        """See `Sampler.models`."""
-        return [LATEST]
-
-    @property
-    def turns(self) -> Mapping[str, int]:
-        """Turns since the start by the way in which they came to their session."""
-        return self._sessions.turns
 
     def _user(self, caller: Caller) -> str:
         return self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")

@@ -255,9 +255,6 @@ class Sessions:
         for session in sessions:
             self.put(session)
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def get(self, group: str) -> ClientSession | None:
         """A session, open or remembered."""
         return self._sessions.get(group)
@@ -603,16 +600,8 @@ def _untrainable(session: ClientSession, turn: Under) -> str:
 
 def asked_by(trajectory: Trajectory) -> RolloutRequest:
     """The request of a finished session that an earlier gateway opened."""
-    return RolloutRequest(
-        run=trajectory.run,
-        lane="production",
-        group=trajectory.group,
-        slot=trajectory.slot,
-        attempt=trajectory.attempt,
-        task=trajectory.task,
-        seed=trajectory.seed,
-        policy=trajectory.policy,
-    )
+    names = ("run", "lane", "group", "slot", "attempt", "task", "seed", "policy")
+    return RolloutRequest(**{name: getattr(trajectory, name) for name in names})
 
 
 def attempt_record(run: str, group: str, task: TaskRef, seed: int, attempt: int) -> SlotIssued:

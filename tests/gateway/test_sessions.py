@@ -207,7 +207,7 @@ def test_indexes_end_with_their_sessions() -> None:
     assert len(sessions.expired(-1.0)) == 4 and sessions.expired(60.0) == []
     for session in (*sessions.of_user("u1"), *sessions.of_user("u2")):
         sessions.drop(session.group)
-    assert not len(sessions) and not sessions._index and not sessions._under
+    assert not sessions._sessions and not sessions._index and not sessions._under
 
 
 def test_a_turn_of_a_purged_user_is_refused() -> None:

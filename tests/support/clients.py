@@ -63,9 +63,6 @@ class ScriptedSampler:
     async def count(self, request: ModelRequest) -> int:
         return sum(len(said.text.split()) for said in request.messages)
 
-    def models(self) -> list[str]:
-        return ["latest"]
-
     async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         self.rated.append((session, rating))
         return {"outcome": "waiting", "reason": ""}

@@ -1,4 +1,4 @@
-"""The headers in which client programs name their own session; docs/clients.md has the table.
+"""The headers in which client programs name their own session; docs/clients.md has also those that name none.
 
 Such a name is a tree of sessions of its API key and user: a program and its sub-agents send the same one. Other values
 that programs send (`prompt_cache_key`, metadata) are hints for caches, which unrelated conversations may share.
@@ -15,7 +15,6 @@ class Client(NamedTuple):
     version: str
     """The newest that was tried."""
     headers: tuple[str, ...]
-    """Empty: it names no session; a program that uses it may send X-Headrace-Session."""
 
 
 CLIENTS = (
@@ -23,13 +22,6 @@ CLIENTS = (
     Client("Codex", "0.171.0", ("session-id", "session_id", "conversation_id")),
     Client("OpenCode", "1.18.33", ("x-session-affinity", "x-opencode-session", "x-session-id")),
     Client("LiteLLM", "1.106.2", ("x-litellm-session-id",)),
-    Client("AI SDK", "7.0.173", ()),
-    Client("OpenAI SDK", "3.54", ()),
-    Client("Agents SDK", "0.24.0", ()),
-    Client("Anthropic SDK", "2.12", ()),
-    Client("Continue", "1.5.47", ()),
-    Client("aider", "0.86.2", ()),
-    Client("mini-swe-agent", "2.4.6", ()),
 )
 
 
