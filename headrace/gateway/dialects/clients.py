@@ -18,7 +18,7 @@ class Client(NamedTuple):
 
 
 CLIENTS = (
-    Client("Claude Code", "2.1.197", ("x-claude-code-session-id",)),
+    Client("Claude Code", "2.1.332", ("x-claude-code-session-id",)),
     Client("Codex", "0.171.0", ("session-id", "session_id", "conversation_id")),
     Client("OpenCode", "1.18.33", ("x-session-affinity", "x-opencode-session", "x-session-id")),
     Client("LiteLLM", "1.106.2", ("x-litellm-session-id",)),
