@@ -33,7 +33,7 @@ TRL     := .cache/trl
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -120,33 +120,42 @@ test: style tools compiled ## ruff, then the default suite (real broker, real mi
 test-all: style tools compiled ## also the tests that take minutes
 	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not vllm and not clients")
 
-test-clients: setup proxies $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
+test-clients: setup proxies $(PYPI:%=$(CLIENTS)/%/.installed) $(NPM:%=$(CLIENTS)/%/.installed) $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 3 GB of packages, Node is needed)
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) $(if $(NEWEST),-U openai anthropic,-c constraints.txt) -e '.[clients]'
 	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing tests/tasks/exporting
 
-CODEX_VERSION ?= 0.171.0
-CLAUDE_VERSION ?= 2.1.197
-clients-newest: ## the same with the newest Codex and Claude Code
-	rm -f $(CLIENTS)/.installed
-	$(MAKE) test-clients CODEX_VERSION=latest CLAUDE_VERSION=latest
+clients-newest: ## the same with the newest of these programs that install
+	rm -f $(CLIENTS)/*/.installed
+	$(MAKE) test-clients NEWEST=1; code=$$?; rm -f $(CLIENTS)/*/.installed; exit $$code
 
-$(CLIENTS)/.installed: Makefile
-	@test -x $(CLIENTS)/mini/bin/python || $(PYTHON) -m venv $(CLIENTS)/mini
-	$(CLIENTS)/mini/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
-	npm install --silent --prefix $(CLIENTS)/codex @openai/codex@$(CODEX_VERSION)
-	npm install --silent --prefix $(CLIENTS)/claude @anthropic-ai/claude-code@$(CLAUDE_VERSION)
+# Each client in an environment of its own, with the version that is tested.
+mini := mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
+aider := aider-chat==0.86.2
+agents := openai-agents==0.24.0
+verifiers := verifiers==0.4.0
+codex := @openai/codex@0.171.0
+claude := @anthropic-ai/claude-code@2.1.197
+opencode := opencode-ai@1.18.33
+continue := @continuedev/cli@1.5.47
+aisdk := ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 @ai-sdk/anthropic@4.0.105 zod@4.6.7
+PYPI := mini aider agents verifiers
+NPM  := codex claude opencode continue aisdk
+
+$(PYPI:%=$(CLIENTS)/%/.installed): $(CLIENTS)/%/.installed: Makefile
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) $(if $(NEWEST),-U $(shell echo $($*) | sed 's/==[^ ]*//g'),$($*))
 	@touch $@
 
-$(CLIENTS)/verifiers/.installed:
-	@test -x $(CLIENTS)/verifiers/bin/python || $(PYTHON) -m venv $(CLIENTS)/verifiers
-	$(CLIENTS)/verifiers/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) verifiers==0.4.0
+$(NPM:%=$(CLIENTS)/%/.installed): $(CLIENTS)/%/.installed: Makefile
+	npm install --silent --prefix $(@D) $(if $(NEWEST),$(shell echo $($*) | sed 's/@[0-9][^ ]*/@latest/g'),$($*))
 	@touch $@
 
 PYTHON312 ?= python3.12
+# A version manager's shim may be there without the version: only a call tells.
 $(CLIENTS)/harbor/.installed:
 	@mkdir -p $(@D)
-	@command -v $(PYTHON312) > /dev/null || echo "no $(PYTHON312): Harbor is not installed, and its test is skipped"
-	@! command -v $(PYTHON312) > /dev/null || $(PYTHON312) -m venv $(@D)
+	@$(PYTHON312) -c '' 2> /dev/null || echo "no $(PYTHON312): Harbor is not installed, and its test is skipped"
+	@! $(PYTHON312) -c '' 2> /dev/null || $(PYTHON312) -m venv $(@D)
 	@test ! -x $(@D)/bin/pip || $(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps harbor==0.25.0
 	@test ! -x $(@D)/bin/pip || $(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) pydantic toml
 	@touch $@
@@ -161,6 +170,10 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	@rm -rf $(SGLANG)/shims && cp -r deploy/sglang/shims $(SGLANG)/shims
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
 	@touch $@
+
+first-token: setup $(SGLANG)/.installed ## the first token through the gateway beside a real SGLang server's own, 16 and 256 clients (minutes)
+	$(BIN)/python -m benchmarks.first_token --clients 16 --beside $(SGLANG)/bin/python
+	$(BIN)/python -m benchmarks.first_token --clients 256 --turns 4 --beside $(SGLANG)/bin/python
 
 test-vllm: setup $(VLLM)/.installed ## tests with a real vLLM server on this CPU (installs 3.5 GB of packages, then takes minutes)
 	HEADRACE_VLLM=$(VLLM)/bin/python $(BIN)/pytest -m vllm --timeout 900 tests/engines

@@ -1,12 +1,16 @@
 """The first token of a streamed turn: at the engine, and at the client.
 
-    python -m benchmarks.first_token [--clients 16] [--turns 20]
+    python -m benchmarks.first_token [--clients 16] [--turns 20] [--beside PYTHON]
 
 Broker, gateway and rollout actor run in processes of their own, with the embedded engine and a tiny policy. The clients
 ask for one streamed turn after another, each with a short pause before, by chat completions. `engine_ms` is the time
 from a request to its first token in the engine, `client_ms` that to the first event at the client, and `added_ms` their
-difference per turn: what decoding, two actors, the broker and HTTP add. All processes read the same clock and share the
-machine's cores.
+difference per turn: what decoding, two actors, the broker and HTTP add. Then each client leaves a turn after its first
+event: `cut_ms` is the time until the engine has ended it. All processes read the same clock and share the machine's
+cores.
+
+--beside: with SGLang, which the interpreter's environment has, as the engine (`make first-token`). Then as many clients
+ask the same server itself, by /generate, for turns of the same lengths: `direct_ms` is the time to their first event.
 """
 
 import argparse
@@ -31,7 +35,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import AgentLimits, Config, Policy, Production, Run
+from headrace.config import AgentLimits, Config, Engine, Policy, Production, Run
 from headrace.gateway.tenants.store import add
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightsStaged
@@ -42,9 +46,15 @@ from headrace.policy.numerics_probe import probe
 from headrace.weights import tensor_state
 from tests.support.chat_formats import bundle_of_run
 from tests.support.keys import as_writers
+from tests.support.sglang.server_fixture import ARGUMENTS
 
 RUN = "rfirst"
-TOKENS = 64
+TOKENS, LONG = 64, 1024
+"""Tokens of a turn, and of one that its client leaves."""
+PROMPT = 40
+"""Ids of the prompt of a turn, about."""
+MOST = 256
+"""Turns at once at SGLang."""
 PAUSE_S = 0.2
 """The longest pause of a client before a turn."""
 SCRIPT = """
@@ -63,20 +73,34 @@ if actor is Rollout:
 
     async def named(engine, request, trajectory):
         names[id(request.progress)] = trajectory
-        return await sample(engine, request, trajectory)
+        sampled = await sample(engine, request, trajectory)
+        if sampled.stop == "abort":
+            log.write(json.dumps([trajectory, time.monotonic(), "cut"]) + "\\n")
+        return sampled
 
     def timed(self, ids, at):
-        if not at:
-            log.write(json.dumps([names[id(self)], time.monotonic()]) + "\\n")
+        if ids and not self.ids:
+            log.write(json.dumps([names[id(self)], time.monotonic(), "first"]) + "\\n")
         add(self, ids, at)
 
     spans.sample, Progress.add = named, timed
+    from headrace.engines.server.process import Server
+
+    start = Server.start
+
+    async def told(self, command):
+        log.write(json.dumps([self.url, time.monotonic(), "server"]) + "\\n")
+        await start(self, command)
+
+    Server.start = told
 uvloop.run(run_actors([(actor, sys.argv[5] + "-1")], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))
 """
 
 
-async def client(http: aiohttp.ClientSession, url: str, number: int, turns: int) -> list[tuple[str, float, float]]:
-    """Of each turn: its session, when it was asked for, and when its first event came."""
+async def client(
+    http: aiohttp.ClientSession, url: str, number: int, turns: int, leave: bool = False
+) -> list[tuple[str, float, float]]:
+    """Of each turn: its session, when it was asked for, and when its first event came. leave: then leave the turn."""
     seen: list[tuple[str, float, float]] = []
     chance = random.Random(number)
     for turn in range(turns):
@@ -84,7 +108,7 @@ async def client(http: aiohttp.ClientSession, url: str, number: int, turns: int)
         body = {
             "model": "latest",
             "stream": True,
-            "max_tokens": TOKENS,
+            "max_tokens": LONG if leave else TOKENS,
             "messages": [{"role": "user", "content": f"client {number}, turn {turn}: the mean of xs"}],
         }
         began = time.monotonic()
@@ -92,8 +116,38 @@ async def client(http: aiohttp.ClientSession, url: str, number: int, turns: int)
             answer.raise_for_status()
             await answer.content.readany()
             seen.append((answer.headers["X-Headrace-Session"], began, time.monotonic()))
-            await answer.content.read()
+            if leave:
+                answer.close()
+            else:
+                await answer.content.read()
     return seen
+
+
+async def direct(http: aiohttp.ClientSession, url: str, number: int, turns: int, prompt: int) -> list[float]:
+    """Milliseconds to the first event of each of a client's turns at SGLang itself. prompt: its ids."""
+    took: list[float] = []
+    chance = random.Random(number)
+    for _ in range(turns):
+        await asyncio.sleep(chance.random() * PAUSE_S)
+        ids = [chance.randrange(300) for _ in range(prompt)]
+        sampling = {"max_new_tokens": TOKENS, "temperature": 1.0}
+        began = time.monotonic()
+        async with http.post(
+            f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling, "stream": True}
+        ) as answer:
+            answer.raise_for_status()
+            await answer.content.readany()
+            took.append((time.monotonic() - began) * 1e3)
+            await answer.content.read()
+    return took
+
+
+async def settled(log: Path, turns: int) -> None:
+    """Wait until the turns that were left have ended; one that had ended by itself is not among them."""
+    for _ in range(100):
+        if log.read_text().count('"cut"') >= turns:
+            return
+        await asyncio.sleep(0.05)
 
 
 async def staged(broker: Server, folder: Path, shape: Policy) -> None:
@@ -111,11 +165,29 @@ async def staged(broker: Server, folder: Path, shape: Policy) -> None:
         await admin.publish(EVENT.at(run=RUN, actor="weight_sync", type="weights_staged"), message)
 
 
-async def measure(clients: int, turns: int, folder: Path) -> Figures:
+def engine_of(beside: str, folder: Path) -> Engine:
+    """The embedded engine, or SGLang on this machine's processor. beside: the interpreter of SGLang's environment."""
+    if not beside:
+        return Engine()
+    args = [*ARGUMENTS, "--context-length", "2048", "--max-running-requests", str(MOST)]
+    return Engine(
+        kind="sglang",
+        exact=False,
+        max_batch=MOST,
+        options={"python": str(Path(beside).absolute()), "args": [*args], "stage_dir": str(folder)},
+    )
+
+
+async def measure(clients: int, turns: int, beside: str, folder: Path) -> Figures:
     """Run the processes and the clients."""
     shape = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=512)
-    production = Production(rollouts=("rollout-1",), limits=AgentLimits(max_turn_tokens=TOKENS, context_tokens=2048))
-    config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production)
+    production = Production(
+        rollouts=("rollout-1",),
+        turns_at_once=2 * MOST,
+        limits=AgentLimits(max_turn_tokens=LONG, context_tokens=2048),
+    )
+    engine = engine_of(beside, folder)
+    config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production, engine=engine)
     (folder / "runs" / RUN).mkdir(parents=True)
     log = folder / "first.jsonl"
     processes: list[asyncio.subprocess.Process] = []
@@ -141,26 +213,44 @@ async def measure(clients: int, turns: int, folder: Path) -> Figures:
             url = json.loads(address.read_text())["url"]
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(headers={"x-api-key": key}, connector=connector) as http:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(600 if beside else 120):
                     while True:
                         try:
                             await client(http, url, -1, 1)
                             break
                         except aiohttp.ClientResponseError:
                             await asyncio.sleep(0.2)
+                # A server's first batches compile and allocate.
+                await asyncio.gather(*(client(http, url, -1 - number, 1) for number in range(clients)))
                 seen = await asyncio.gather(*(client(http, url, number, turns) for number in range(clients)))
+                left = await asyncio.gather(
+                    *(client(http, url, number, turns, leave=True) for number in range(clients))
+                )
+                await settled(log, clients * turns)
+                at_server: list[list[float]] = []
+                if beside:
+                    told = [json.loads(line) for line in log.read_text().splitlines()]
+                    (server,) = (name for name, _, what in told if what == "server")
+                    at_server = await asyncio.gather(*(direct(http, server, n, turns, PROMPT) for n in range(clients)))
         finally:
             for process in processes:
                 if process.returncode is None:
                     process.terminate()
                     await process.wait()
-    first = {session.rpartition("-0-0")[0]: at for session, at in map(json.loads, log.read_text().splitlines())}
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    first, cut = (
+        {name.rpartition("-0-0")[0]: at for name, at, what in told if what == kind} for kind in ("first", "cut")
+    )
     every = [turn for each in seen for turn in each]
-    engine = [(first[session] - began) * 1e3 for session, began, _ in every]
+    cuts_ms = [(cut[session] - at) * 1e3 for each in left for session, _, at in each if session in cut]
+    at_engine = [(first[session] - began) * 1e3 for session, began, _ in every]
     at_client = [(came - began) * 1e3 for _, began, came in every]
-    added = [a - b for a, b in zip(at_client, engine, strict=True)]
-    figures: dict[str, Any] = {"clients": clients, "turns": len(every)}
-    for name, values in (("engine", engine), ("client", at_client), ("added", added)):
+    added = [a - b for a, b in zip(at_client, at_engine, strict=True)]
+    figures: dict[str, Any] = {"clients": clients, "turns": len(every), "cut": len(cuts_ms)}
+    timed = {"engine": at_engine, "client": at_client, "added": added, "cut": cuts_ms}
+    if beside:
+        timed["direct"] = [each for one in at_server for each in one]
+    for name, values in timed.items():
         cuts = statistics.quantiles(values, n=100)
         figures |= {f"{name}_p50_ms": round(cuts[49], 2), f"{name}_p99_ms": round(cuts[98], 2)}
     return figures
@@ -171,11 +261,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the first token of a streamed turn")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--beside", default="", metavar="PYTHON", help="the interpreter of SGLang's environment")
     args = arguments(parser, clients=2, turns=2)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        figures = uvloop.run(measure(args.clients, args.turns, Path(folder)))
-    finish(figures, {"added_p50_ms": at_most(figures["added_p50_ms"], 5.0)}, "aiohttp", "torch")
+        figures = uvloop.run(measure(args.clients, args.turns, args.beside, Path(folder)))
+    targets = {
+        "added_p50_ms": at_most(figures["added_p50_ms"], 5.0),
+        "cut_p99_ms": at_most(figures["cut_p99_ms"], 100.0),
+    }
+    if args.beside:
+        targets = {
+            "client_p50_ms": at_most(figures["client_p50_ms"], figures["direct_p50_ms"] + 5.0),
+            "client_p99_ms": at_most(figures["client_p99_ms"], 1.2 * figures["direct_p99_ms"]),
+        }
+    finish(figures, targets, "aiohttp", "torch")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ the engine, those of the abuser after a minute, others at once. Each kind of mis
 1,024 slow turns at once; turns whose clients leave after 20 ms; repeats of one turn
 (`Idempotency-Key`); bodies of 100 MB; paths that leave their folder, user ids with dots and line ends, ids of another
 tenant. Meanwhile `GOOD` clients of another tenant ask for turns and read agents, one request after another. Their
-latency is compared with that of the same clients before and after. All processes share the cores. Connections
+latency is compared with that of the same clients before and after; `gateway_busy` is the share of a processor that the
+gateway takes. All processes share the cores. Connections
 that never send a request are the business of the proxy in front.
 """
 
@@ -88,6 +89,12 @@ USERS = ("a.b", "*", ">", "a\nb", "a\r\nX-Evil: 1", "\x00", "../x", "ü" * 5000,
 MISUSE = (sys.executable, "-m", "benchmarks.gateway_abuse", "--misuse")
 
 
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Gateway:
     """The gateway's process."""
 
@@ -138,12 +145,14 @@ async def good(url: str, key: str, agent: str, until: float) -> tuple[list[float
 
 async def measured(gateway: Gateway, key: str, agent: str, seconds: float) -> tuple[dict[str, float], Counter[str]]:
     """Latencies of all well-behaved clients over some seconds."""
-    until = time.monotonic() + seconds
+    until, before = time.monotonic() + seconds, cpu_s(gateway.process.pid)
     results = await asyncio.gather(*(good(gateway.url, key, agent, until) for _ in range(GOOD)))
     took = sorted(each for one, _ in results for each in one)
     wrong = sum((each for _, each in results), Counter[str]())
     cuts = statistics.quantiles(took, n=100)
-    return {"requests": len(took), "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}, wrong
+    busy = (cpu_s(gateway.process.pid) - before) / seconds
+    figures = {"requests": len(took), "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}
+    return figures | {"gateway_busy": round(busy, 3)}, wrong
 
 
 async def ask(http: aiohttp.ClientSession, url: str, ends: Counter[str], text: str, **headers: str) -> float:

@@ -38,7 +38,7 @@ from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HEALTH, HttpRefused, Listener, answer, read_json, wait_seconds
 from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.serving import ClientServing
-from headrace.gateway.sessions import Session, asked_by, attempt_record
+from headrace.gateway.sessions import Run, Sessions, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
@@ -78,14 +78,14 @@ class Gateway(Actor):
         self.keys, self.api_keys = UserKeys(), ApiKeys()
         following = Following(self.bus, self.api_keys, self.keys, self.event)
         await following.read()
-        self.sessions: dict[str, Session] = {}
+        self.sessions = Sessions()
         self.split = Split()
         self.ratings = Ratings(self.bus)
         self.follow_ups = FollowUps(self.config, self.spawn, self.event)
         self.version = -1
-        self.traffic = TrafficReports(self.bus, self.config, self.run, self.id, self.sessions)
+        self.traffic = TrafficReports(self.bus, self.config, self.run, self.id, self.sessions.runs)
         self._state = RunState(self.run)
-        self._issuer = Issuer(self.bus, self._state, lambda issued: self.sessions[issued.group].request)
+        self._issuer = Issuer(self.bus, self._state, lambda issued: self.sessions.runs[issued.group].request)
         self._suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
@@ -108,7 +108,7 @@ class Gateway(Actor):
         self.clients = ClientServing(parts, self.ratings, self.traffic)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
-        self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
+        self.every(5.0, lambda: self.metric(**self.sessions.turns), "figures")
         self.spawn(following.follow(), "API keys")
         production = self.config.production
         admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
@@ -147,19 +147,19 @@ class Gateway(Actor):
         after = await self.bus.last_seq("HR_LEDGER")
         for key, (value, _) in (await self._kept.items(f"{self.run}.session.*.*")).items():
             if isinstance(value, OpenSession):
-                session, complete = Session(value.request, value.started), value.complete
+                session, complete = Run(value.request, value.started), value.complete
             elif isinstance(value, RolloutRequest):  # written by an earlier version
-                session, complete = Session(value, time.time()), True
+                session, complete = Run(value, time.time()), True
             else:
                 continue
             group = key.removeprefix(f"{self.run}.session.")
-            self.sessions[group] = session
+            self.sessions.runs[group] = session
             if not complete:
                 self._incomplete.add(group)
             await self._continue(session)
         return after
 
-    async def _continue(self, session: Session) -> None:
+    async def _continue(self, session: Run) -> None:
         """Issue the first attempt, publish the request of a running attempt again, or handle a recorded failure."""
         group = session.request.group
         filters = (subjects.LEDGER.at(run=self.run, group=group), subjects.FAIL.at(run=self.run, group=group))
@@ -185,17 +185,17 @@ class Gateway(Actor):
     def _take_up(self, key: str, entry: Message | None, revision: int) -> None:
         """An entry of HR_SESSION that another gateway may have stored. The end of a session comes with its records."""
         group = key.removeprefix(self._key(""))
-        if isinstance(entry, OpenSession) and group not in self.sessions:
-            self.sessions[group] = Session(entry.request, entry.started)
-            self.sessions[group].elsewhere = True
+        if isinstance(entry, OpenSession) and group not in self.sessions.runs:
+            self.sessions.runs[group] = Run(entry.request, entry.started)
+            self.sessions.runs[group].elsewhere = True
         elif group.count(".") == 2:
             self.agents.apply(key, entry, revision)
 
-    async def _session(self, request: web.Request, key: ApiKey, scope: Scope = "agents") -> Session | None:
+    async def _session(self, request: web.Request, key: ApiKey, scope: Scope = "agents") -> Run | None:
         """The session of headrace's own agent that a request names; None for another id. HttpRefused with 403."""
-        if (id := request.match_info["session"]) not in self.sessions:
+        if (id := request.match_info["session"]) not in self.sessions.runs:
             await self.clients.caught_up()
-        session = self.sessions.get(id)
+        session = self.sessions.runs.get(id)
         if session is not None:
             check_own(self.config.production.tenant, key, scope)
         return session
@@ -240,7 +240,7 @@ class Gateway(Actor):
         settings = settings_of(self.config, temperature=1.0)
         settings = msgspec.structs.replace(settings, isolation="episode", **changes)
         first = attempt_record(self.run, group, task, secrets.randbits(31), 0)
-        session = self.sessions[group] = Session(settings.request(first), time.time())
+        session = self.sessions.runs[group] = Run(settings.request(first), time.time())
         self.traffic.begun()
         try:
             await self._keep(session)
@@ -288,10 +288,8 @@ class Gateway(Actor):
 
     async def _drop(self, user: str) -> None:
         """Remove what this gateway holds of a user, by hash."""
-        for group in [group for group in self.sessions if group.startswith(f"{user}.")]:
-            session = self.sessions.pop(group)
-            if not session.over:
-                session.on_failure("purged")
+        for group in [group for group in self.sessions.runs if group.startswith(f"{user}.")]:
+            self.sessions.runs.pop(group).on_failure("purged")
             await self._kept.delete(self._key(group))
         await self.clients.forget(user)
         await self.agents.forget(user)
@@ -309,9 +307,9 @@ class Gateway(Actor):
         return f"{self.run}.session.{group}"
 
     def _count(self, state: str) -> int:
-        return sum(session.state == state and not session.elsewhere for session in self.sessions.values())
+        return sum(session.state == state and not session.elsewhere for session in self.sessions.runs.values())
 
-    async def _keep(self, session: Session) -> None:
+    async def _keep(self, session: Run) -> None:
         """Store an open session in HR_SESSION, so that the next gateway recovers it."""
         request = session.request
         complete = sum(map(len, request.files.values())) <= KEPT_BYTES
@@ -321,7 +319,7 @@ class Gateway(Actor):
             self._key(request.group), OpenSession(request=request, started=session.started, complete=complete)
         )
 
-    async def _issue(self, session: Session) -> None:
+    async def _issue(self, session: Run) -> None:
         """Write the session's attempt to the ledger, then publish its request."""
         request = session.request
         issued = attempt_record(self.run, request.group, request.task, request.seed, request.attempt)
@@ -330,20 +328,20 @@ class Gateway(Actor):
         except WrongSequence as error:  # another gateway of this run issued this attempt first
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
 
-    async def _retry(self, session: Session, reason: str, detail: str) -> None:
+    async def _retry(self, session: Run, reason: str, detail: str) -> None:
         """Issue the next attempt, or end the session when no attempt is left."""
         request = session.request
         if reason == "cancelled" or request.attempt + 1 >= self.config.curriculum.attempts:
             await self._end(session, reason, detail)
         elif session.elsewhere:
-            session.on_retry(msgspec.structs.replace(request, attempt=request.attempt + 1), reason, detail)
+            session.on_retry(reason, detail)
         elif request.group in self._incomplete:
             await self._end(session, "files_lost", f"attempt {request.attempt} failed: {reason}")
         else:
-            session.on_retry(msgspec.structs.replace(request, attempt=request.attempt + 1), reason, detail)
+            session.on_retry(reason, detail)
             await self._issue(session)
 
-    async def _end(self, session: Session, reason: str, detail: str) -> None:
+    async def _end(self, session: Run, reason: str, detail: str) -> None:
         """End a session without a result."""
         session.on_failure(reason, detail)
         if session.elsewhere:
@@ -359,7 +357,7 @@ class Gateway(Actor):
 
     async def _end_overdue(self) -> None:
         """End the sessions that are older than `SESSION_S`, so that no user waits without end."""
-        for session in [*self.sessions.values()]:
+        for session in [*self.sessions.runs.values()]:
             if not session.over and time.time() - session.started > SESSION_S:
                 await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")
 
@@ -368,8 +366,8 @@ class Gateway(Actor):
         async for received in self.bus.follow("HR_TURN", subjects.TURN.where(run=self.run, trajectory="*.*")):
             record = received.message
             if isinstance(record, TurnSampled | TurnDone):
-                session = self.sessions.get(record.trajectory.rsplit("-", 2)[0])
-                if session is not None and not session.over:
+                session = self.sessions.runs.get(record.trajectory.rsplit("-", 2)[0])
+                if session is not None:
                     session.on_turn(record)
 
     async def _follow_ends(self, stream: str, filter: str, start: int) -> None:
@@ -379,19 +377,18 @@ class Gateway(Actor):
                 case Trajectory() as trajectory:
                     await self._on_trajectory(trajectory, received.time)
                 case SlotFailed() as failed:
-                    session = self.sessions.get(failed.group)
-                    if session is not None and not session.over and failed.attempt == session.request.attempt:
+                    session = self.sessions.runs.get(failed.group)
+                    if session is not None and session.at(failed.attempt):
                         self._state.fail(failed.group, 0, failed.attempt, failed.reason)
                         await self._retry(session, failed.reason, failed.detail)
                 case DeadLetter() as letter:
                     await self._on_dead_letter(letter)
 
     async def _on_trajectory(self, trajectory: Trajectory, time_s: float) -> None:
-        session = self.sessions.get(trajectory.group)
+        session = self.sessions.runs.get(trajectory.group)
         if session is None:
-            session = self.sessions[trajectory.group] = Session(asked_by(trajectory), time_s - trajectory.wall_s)
-        if not session.over:
-            session.on_trajectory(trajectory, time_s)
+            session = self.sessions.runs[trajectory.group] = Run(asked_by(trajectory), time_s - trajectory.wall_s)
+        if session.on_trajectory(trajectory, time_s):
             await self._discard(trajectory.group)
 
     async def _on_dead_letter(self, letter: DeadLetter) -> None:
@@ -399,8 +396,8 @@ class Gateway(Actor):
         lost = lost_attempt(letter)
         if lost is None or lost.run != self.run or letter.stream != "HR_TASK":
             return
-        session = self.sessions.get(lost.group)
-        if session is not None and not session.over and lost.attempt == session.request.attempt:
+        session = self.sessions.runs.get(lost.group)
+        if session is not None and session.at(lost.attempt):
             await self._end(session, REASON, letter.reason)
 
     async def _follow_split(self, key: str) -> None:

@@ -32,7 +32,6 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
-from headrace.gateway.client_sessions import Caller, root_of
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
@@ -40,8 +39,9 @@ from headrace.gateway.dialects.clients import session_name
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Compaction, Responses
 from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
-from headrace.gateway.http import ENDS, STREAM, HttpRefused, read_body, read_json, send
+from headrace.gateway.http import ENDS, STREAM, HttpRefused, Report, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
+from headrace.gateway.sessions import Caller, root_of
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
 from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, results_in_order
@@ -49,7 +49,8 @@ from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, res
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Compaction(), Messages())
 COMMENT_EVERY_S = 10.0
 LATEST = "latest"
-"""The only model name that `models` returns; every model name in a request selects the served policy."""
+"""The only model name that is listed; every model name in a request selects the served policy."""
+MODEL = {"id": LATEST, "object": "model", "created": 0, "owned_by": "headrace"}
 SESSION = "X-Headrace-Session"
 LEFT_OUT = "X-Headrace-Left-Out"
 PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -57,7 +58,6 @@ PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Parts = asyncio.Queue[ClientTurnPart | None]
 """None at the end."""
-Report = Callable[[Exception, str], Awaitable[None]]
 
 
 class Begun(NamedTuple):
@@ -87,9 +87,6 @@ class Sampler(Protocol):
 
     async def count(self, request: ModelRequest) -> int:
         """Tokens of the prompt."""
-
-    def models(self) -> list[str]:
-        """The model names that `GET /v1/models` lists."""
 
     async def view(self, session: str, key: ApiKey) -> dict[str, Any]:
         """A session as its client sees it. HttpRefused when the key's tenant has no such session."""
@@ -251,13 +248,13 @@ class Endpoints:
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [_described(name) for name in self._sampler.models()]})
+        return web.json_response({"object": "list", "data": [MODEL]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        if name not in self._sampler.models():
+        if name != LATEST:
             raise HttpRefused(404, f"there is no model {name[:80]!r}; GET /v1/models lists them")
-        return web.json_response(_described(name))
+        return web.json_response(MODEL)
 
     async def open(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """Open a session. 400: the body is invalid."""
@@ -287,10 +284,6 @@ class Endpoints:
         """End a session."""
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
-
-
-def _described(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "headrace"}
 
 
 def _headers(session: str, asked: ModelRequest) -> dict[str, str]:

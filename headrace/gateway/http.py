@@ -86,6 +86,8 @@ async def read_body(request: web.Request) -> bytes:
     """The whole body, without the text of the request's API key: an agent may read its own environment, and a history
     is stored. HttpRefused with 400, 408 or 413."""
     try:
+        if (request.content_length or 0) > MAX_BODY:
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
         async with asyncio.timeout(BODY_S):
             body = await request.read()
         return body.replace(request[TOKEN].encode(), REDACTED.encode()) if TOKEN in request else body
@@ -138,26 +140,32 @@ def guarded(handler: Handler, report: Report) -> Handler:
                 raise ConnectionResetError(f"an answer ended in the middle: {text}")
             return answer(error_of(request.path, status, text, field, code), status, retry_s)
 
-        work = asyncio.ensure_future(handler(request))
+        async def answered() -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except Unusable as error:
+                return failed(400, str(error), error.field)
+            except HttpRefused as error:
+                return failed(error.status, str(error), code=error.api_code, retry_s=error.retry_s)
+            except web.HTTPException as error:  # no such route, or not by this method
+                return failed(error.status, f"{request.method} {request.path}: {error.reason}")
+            except ConnectionError:
+                raise
+            except BusError as error:
+                return failed(503, f"the message bus is unavailable, try again: {error}", retry_s=BUS_AGAIN_S)
+            except Exception as error:
+                await report(error, clean(f"{request.method} {request.path}"))
+                return failed(500, "internal error; the gateway has reported it")
+
+        work = asyncio.ensure_future(answered())
         try:
             return await (work if request.method == "GET" else asyncio.shield(work))
         except asyncio.CancelledError:
             if request.get(ENDS):
                 work.cancel()
+            # Nobody awaits it any more: asyncio would log the error of a lost connection, with a traceback.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
-        except Unusable as error:
-            return failed(400, str(error), error.field)
-        except HttpRefused as error:
-            return failed(error.status, str(error), code=error.api_code, retry_s=error.retry_s)
-        except web.HTTPException as error:  # no such route, or not by this method
-            return failed(error.status, f"{request.method} {request.path}: {error.reason}")
-        except ConnectionError:
-            raise
-        except BusError as error:
-            return failed(503, f"the message bus is unavailable, try again: {error}", retry_s=BUS_AGAIN_S)
-        except Exception as error:
-            await report(error, clean(f"{request.method} {request.path}"))
-            return failed(500, "internal error; the gateway has reported it")
 
     return respond
 
@@ -196,7 +204,9 @@ class Listener:
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
             async def respond(request: web.Request) -> web.StreamResponse:
+                request[ENDS] = True  # nothing has changed yet
                 await self._admit(request)
+                request[ENDS] = False
                 return await handler(request)
 
             return await guarded(respond, self._report)(request)

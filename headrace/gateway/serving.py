@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,11 +20,11 @@ import msgspec
 
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
 from headrace.gateway.agents.store import GatewayParts
-from headrace.gateway.client_sessions import Caller, ClientSessions, Under, merged, root_of, user_of
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
+from headrace.gateway.sessions import Caller, Under, merged, root_of, user_of
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.traffic import TrafficReports
@@ -68,7 +68,7 @@ class ClientServing:
         self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
         self._split, self._event, self._ratings, self._traffic = parts.split, parts.event, ratings, traffic
         self._shadows = Shadows(parts.bus, parts.run, self._ask)
-        self._sessions = ClientSessions()
+        self._sessions = parts.sessions
         self._revisions: dict[str, int] = {}
         """Of the stored sessions, as this gateway last read or wrote them."""
         self._storing = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -119,15 +119,6 @@ class ClientServing:
         user, _, session = group.partition(".")
         return self._key(user, session)
 
-    def models(self) -> list[str]:
-        """See `Sampler.models`."""
-        return [LATEST]
-
-    @property
-    def turns(self) -> Mapping[str, int]:
-        """Turns since the start by the way in which they came to their session."""
-        return self._sessions.turns
-
     def _user(self, caller: Caller) -> str:
         return self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
 
@@ -158,7 +149,8 @@ class ClientServing:
         return Begun(lambda: (turn.group, turn.index), task, parts, self._most(request))
 
     async def _recalled(self, request: ModelRequest, caller: Caller) -> ModelRequest:
-        """The request with the messages that it names by the ids of items. HttpRefused."""
+        """The request with the messages that it names by the ids of items; a client may name some items of a turn and
+        send others. HttpRefused."""
         if not request.recalled:
             return request
         messages = [*request.messages]
@@ -167,9 +159,11 @@ class ClientServing:
                 raise HttpRefused(404, "the record of an item is gone: send the item itself")
             asked = msgspec.structs.replace(request, messages=(), stream=False)
             reply = await self._again(asked, place.group, place.index)
-            texts = (reply.text if "msg" in items else "", reply.after if "msg_after" in items else "")
-            calls = tuple(call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
-            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=calls)
+            sent, order = messages[at], [call.id for call in reply.calls]
+            texts = (reply.text if "msg" in items else "", sent.text, reply.after if "msg_after" in items else "")
+            named = (call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
+            calls = sorted((*named, *sent.calls), key=lambda call: [*order, call.id].index(call.id))
+            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=tuple(calls))
         return msgspec.structs.replace(request, messages=results_in_order(messages), recalled={})
 
     def _most(self, request: ModelRequest) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.gateway.sessions import Session
+from headrace.gateway.sessions import Run
 from headrace.messages import subjects
 from headrace.messages.product import Traffic
 
@@ -26,7 +26,7 @@ RATE_S = 10.0
 class TrafficReports:
     """The load of one gateway. `follow` reports it."""
 
-    def __init__(self, bus: Bus, config: Config, run: str, gateway: str, sessions: Mapping[str, Session]) -> None:
+    def __init__(self, bus: Bus, config: Config, run: str, gateway: str, sessions: Mapping[str, Run]) -> None:
         self._bus, self._config, self._sessions = bus, config, sessions
         self._run, self._gateway = run, gateway
         self._moments: list[float] = []

@@ -206,7 +206,7 @@ async def test_an_unknown_suite_or_task_is_refused_at_once(product: Product) -> 
     for change in ({"suite": "no such"}, {"suite": "generated/none"}, {"task": "no such"}, {"suite": "../../etc"}):
         status, answer = await product.call("POST", "/v1/sessions", ASK | change)
         assert status == 404 and answer["error"], change
-    assert product.gateway.sessions == {}
+    assert product.gateway.sessions.runs == {}
 
 
 MALFORMED = [

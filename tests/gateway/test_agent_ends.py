@@ -81,7 +81,7 @@ async def test_a_purge_ends_the_stream_of_a_run_with_a_last_event(product: Produ
                 assert b"event: done" not in read
             user = product.gateway.agents._agents._agents[agent].user
             await product.gateway.agents.forget(user)
-            product.gateway.sessions[f"{user}.{run}"].on_failure("purged")
+            product.gateway.sessions.runs[f"{user}.{run}"].on_failure("purged")
             rest = await answer.content.read()
     assert b"HTTP/1.1" not in rest and rest.endswith(b"event: done\ndata: {}\n\n"), rest
     assert b'"detail":"purged"' in rest

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import AsyncIterator
 
@@ -27,7 +28,8 @@ class Front:
     def __init__(self, keys: ApiKeys) -> None:
         self.reported: list[str] = []
         self._writers: list[asyncio.StreamWriter] = []
-        self.entered = asyncio.Event()
+        self.entered, self.ready, self.reading = asyncio.Event(), asyncio.Event(), 0
+        self.ready.set()
         admission = Admission(keys)
         self.listener = http.Listener(
             [web.post("/read", self.read), web.get("/wait", self.wait), web.get("/breaks", self.breaks)],
@@ -36,7 +38,9 @@ class Front:
         )
 
     async def read(self, request: web.Request) -> web.Response:
+        self.reading += 1
         self.entered.set()
+        await self.ready.wait()
         return http.answer({"got": await http.read_json(request, dict[str, int])})
 
     async def wait(self, request: web.Request) -> web.Response:
@@ -124,12 +128,25 @@ async def test_an_unknown_path_or_method_is_no_defect_of_the_gateway(front: Fron
 
 
 async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
+    """Some leave while their requests wait, as in a tenant's round, before their bodies are read."""
+    before = asyncio.all_tasks()
+    front.ready.clear()
     for data in (b"", HALF_HEADERS, HALF_BODY, WAITS):
         for _ in range(5):
             await front.connect(data)
-    await front.entered.wait()
+    while front.reading < 5:
+        await asyncio.sleep(0.01)
     front.drop()
     await front.until_closed()
+    front.ready.set()
+    while asyncio.all_tasks() - before:
+        await asyncio.sleep(0.01)
+    gc.collect()  # then asyncio logs the errors of tasks that nobody awaited
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(front: Front) -> None:
+    head = HALF_BODY.replace(b"Length: 100", b"Length: %d" % (http.MAX_BODY + 1))
+    assert (await (await front.connect(head)).read(12)) == b"HTTP/1.1 413"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])

@@ -7,7 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,18 +17,21 @@ import pytest
 import trustme
 
 from headrace.actors.rollout.actor import Rollout
-from headrace.config import Config
+from headrace.config import Config, Engine
 from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.registry import admit
 from tests.actors.rollout.test_client_turns import Client, client_of, model, run
 from tests.actors.rollout.test_streams import BODIES, SEED, is_cut, long
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.client_engine import PLAYS, Play, Script
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
 __all__ = ["model", "run"]
 pytestmark = [pytest.mark.anyio, pytest.mark.clients]
 NAME = "gateway.example"
+ENGINE = "tests.support.client_engine:open_engine"
 NGINX = """\
 daemon off;
 worker_processes 1;
@@ -61,19 +64,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def nginx(folder: Path, port: int, upstream: str) -> list[str]:
+def nginx(folder: Path, port: int, upstream: str, read_s: int = 900) -> list[str]:
+    """read_s: after so many seconds without a byte from the gateway the proxy ends the answer."""
     pair = trustme.CA().issue_cert(NAME)
     (folder / "chain.pem").write_bytes(b"".join(part.bytes() for part in pair.cert_chain_pems))
     (folder / "key.pem").write_bytes(pair.private_key_pem.bytes())
     server = block("nginx").replace("listen 443", f"listen 127.0.0.1:{port}").replace("/etc/nginx", str(folder))
-    text = NGINX.format(folder=folder, server=server.replace("127.0.0.1:8080", upstream))
+    server = server.replace("127.0.0.1:8080", upstream).replace("read_timeout 900s", f"read_timeout {read_s}s")
+    text = NGINX.format(folder=folder, server=server)
     (folder / "nginx.conf").write_text(text)
     return [shutil.which("nginx") or "/usr/sbin/nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)]
 
 
-def caddy(folder: Path, port: int, upstream: str) -> list[str]:
+def caddy(folder: Path, port: int, upstream: str, read_s: int = 900) -> list[str]:
     server = block("caddy").replace(NAME, f"https://{NAME}:{port}").replace("127.0.0.1:8080", upstream)
     server = server.replace("{\n", "{\n    bind 127.0.0.1\n    tls internal\n", 1)
+    limit = f"transport http {{\n    read_timeout {read_s}s\n}}\n"
+    server = server.replace(f"reverse_proxy {upstream}", f"reverse_proxy {upstream} {{\n{limit}}}")
     (folder / "Caddyfile").write_text(CADDY.format(server=server))
     return [shutil.which("caddy") or "caddy", "run", "--adapter", "caddyfile", "--config", str(folder / "Caddyfile")]
 
@@ -98,6 +105,18 @@ def settings(folder: Path) -> Config:
     )
 
 
+async def answering(bare: aiohttp.ClientSession, url: str) -> None:
+    """Wait until the proxy serves the gateway."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                async with bare.get(url + "/healthz", headers={"Host": NAME}, server_hostname=NAME) as answer:
+                    assert answer.status in (200, 503), "503: no policy is served yet"
+                    return
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)
+
+
 @pytest.fixture
 async def client(connect: Connect, tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     monkeypatch.setattr("headrace.gateway.serving.secrets.randbits", lambda bits: SEED)
@@ -117,14 +136,7 @@ async def test_tokens_and_cancels_pass_a_proxy_and_routes_stay_keyed(
         connector = aiohttp.TCPConnector(ssl=context)
         url, headers = f"https://127.0.0.1:{port}", {"Host": NAME}
         async with aiohttp.ClientSession(connector=connector) as bare:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    try:
-                        async with bare.get(url + "/healthz", headers=headers, server_hostname=NAME) as answer:
-                            assert answer.status == 503, "no policy is served yet"
-                            break
-                    except aiohttp.ClientConnectionError:
-                        await asyncio.sleep(0.05)
+            await answering(bare, url)
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/sessions"), ("DELETE", "/v1/users/ada")):
                 async with bare.request(method, url + path, headers=headers, server_hostname=NAME) as answer:
                     assert answer.status == 401, path
@@ -145,3 +157,33 @@ async def test_tokens_and_cancels_pass_a_proxy_and_routes_stay_keyed(
                     assert answer.connection is not None and answer.connection.transport is not None
                     answer.connection.transport.abort()
                 await is_cut(connect, run, actor)
+
+
+@pytest.mark.parametrize("program", [nginx, caddy])
+async def test_the_heartbeat_keeps_a_stream_through_a_proxy(
+    connect: Connect, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., list[str]]
+) -> None:
+    """Nothing is sampled for several times as long as the proxy waits for a byte."""
+    monkeypatch.setattr("headrace.gateway.endpoints.COMMENT_EVERY_S", 0.2)
+    admit("engines", [ENGINE])
+    made = msgspec.structs.replace(settings(tmp_path), engine=Engine(kind=ENGINE))
+    PLAYS.append(play := Play(Script("mean of xs", [("A word.", [])]), held=0))
+    (folder := tmp_path / "proxy").mkdir()
+    port, context = free_port(), ssl._create_unverified_context()
+    async with (
+        client_of(made, connect, tmp_path, run) as client,
+        living(Rollout, made, await connect("rollout", node="n1"), run, "product"),
+    ):
+        with proxied(program(folder, port, client.url.removeprefix("http://"), read_s=1), folder):
+            headers = {"Host": NAME, "x-api-key": client.http.headers["x-api-key"]}
+            body = BODIES["/v1/chat/completions"] | {"model": "latest", "stream": True}
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as bare:
+                await answering(bare, f"https://127.0.0.1:{port}")
+                path = f"https://127.0.0.1:{port}/v1/chat/completions"
+                async with bare.post(path, json=body, headers=headers, server_hostname=NAME) as answer:
+                    assert answer.status == 200
+                    data = b""
+                    while data.count(b": sampling") < 20:
+                        data += (more := await answer.content.readany())
+                        assert more, "the proxy ended the answer"
+                    assert b"A word" not in data and not play.cut.is_set()

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.gateway.client_sessions import Caller
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Endpoints
 from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
+from headrace.gateway.sessions import Caller
 from headrace.gateway.tenants.admission import Admission
 from headrace.messages.product import ApiKey, ClientCall, ClientSession, ClientUsage
 from tests.support.api_keys import KnownKeys
@@ -62,9 +62,6 @@ class ScriptedSampler:
 
     async def count(self, request: ModelRequest) -> int:
         return sum(len(said.text.split()) for said in request.messages)
-
-    def models(self) -> list[str]:
-        return ["latest"]
 
     async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         self.rated.append((session, rating))

@@ -63,7 +63,7 @@ class AgentEndpoints:
     def __init__(
         self, parts: GatewayParts, agents: Agents, sets: AgentSets, ratings: Ratings, follow_ups: FollowUps
     ) -> None:
-        self._agents, self._sets, self._events = agents, sets, Events(parts.bus, agents, parts.sessions)
+        self._agents, self._sets, self._events = agents, sets, Events(parts.bus, agents, parts.sessions.runs)
         self._bus, self._run, self._production = parts.bus, parts.run, parts.config.production
         self._ratings, self._follow_ups = ratings, follow_ups
         agents.rate_cancelled = self._rate_cancelled

@@ -7,6 +7,7 @@ id is the last record's id followed by ``-end``. The gateway stores nothing for 
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,9 +16,10 @@ from aiohttp import web
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
-from headrace.gateway.agents.store import Agents, Sessions
+from headrace.gateway.agents.store import Agents
 from headrace.gateway.dialects.base import event
 from headrace.gateway.http import STREAM, send
+from headrace.gateway.sessions import Run
 from headrace.messages.product import Agent, AgentRun, ApiKey
 from headrace.messages.rollout import TurnDone, TurnSampled
 
@@ -28,7 +30,7 @@ _ID = re.compile(r"([0-9]{1,18})(-end)?")
 class Events:
     """Streams of runs."""
 
-    def __init__(self, bus: Bus, agents: Agents, sessions: Sessions) -> None:
+    def __init__(self, bus: Bus, agents: Agents, sessions: Mapping[str, Run]) -> None:
         self._bus, self._agents, self._sessions = bus, agents, sessions
 
     async def stream(self, request: web.Request, agent: Agent, run: AgentRun, key: ApiKey) -> web.StreamResponse:

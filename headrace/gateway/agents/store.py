@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.webhooks import Webhooks
-from headrace.gateway.sessions import Session
+from headrace.gateway.sessions import Run, Sessions
 from headrace.gateway.signals.persistence import added_lines
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
@@ -46,8 +46,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     workspace: Workspace
 
 
-Sessions = Mapping[str, Session]
-"""The gateway's sessions by group."""
 Open = Callable[[Order], Awaitable[None]]
 """Opens a run as a session. BusError."""
 
@@ -85,7 +83,7 @@ class Agents:
     def __init__(self, parts: GatewayParts) -> None:
         self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
         self._split = parts.split
-        self._sessions, self._open, self._spawn = parts.sessions, parts.open, parts.spawn
+        self._sessions, self._open, self._spawn = parts.sessions.runs, parts.open, parts.spawn
         self._webhooks = Webhooks(parts.event, parts.config.production.webhook_hosts)
         self._agents: dict[str, Agent] = {}
         self._revisions: dict[str, int] = {}
@@ -288,7 +286,7 @@ class Agents:
         if agent.webhook and ended.state in ("FINISHED", "ERROR"):
             await self._webhooks.post(agent, ended)
 
-    async def _ended(self, agent: Agent, run: AgentRun, session: Session | None) -> AgentRun:
+    async def _ended(self, agent: Agent, run: AgentRun, session: Run | None) -> AgentRun:
         replace = msgspec.structs.replace
         node = sandbox = ""
         async for received in self._bus.history("HR_TURN", *self.filters(agent, run)):

@@ -1,4 +1,4 @@
-"""The headers in which client programs name their own session; docs/clients.md has the table.
+"""The headers in which client programs name their own session; docs/clients.md has also those that name none.
 
 Such a name is a tree of sessions of its API key and user: a program and its sub-agents send the same one. Other values
 that programs send (`prompt_cache_key`, metadata) are hints for caches, which unrelated conversations may share.
@@ -13,21 +13,15 @@ class Client(NamedTuple):
 
     name: str
     version: str
-    """The newest that was tried, or read in its source."""
+    """The newest that was tried."""
     headers: tuple[str, ...]
-    """Empty: it names no session; a program that uses it may send X-Headrace-Session."""
 
 
 CLIENTS = (
-    Client("Claude Code", "2.1.197", ("x-claude-code-session-id",)),
+    Client("Claude Code", "2.1.332", ("x-claude-code-session-id",)),
     Client("Codex", "0.171.0", ("session-id", "session_id", "conversation_id")),
-    Client("OpenCode", "1.1", ("x-session-affinity", "x-opencode-session", "x-session-id")),
+    Client("OpenCode", "1.18.33", ("x-session-affinity", "x-opencode-session", "x-session-id")),
     Client("LiteLLM", "1.106.2", ("x-litellm-session-id",)),
-    Client("AI SDK", "6", ()),
-    Client("OpenAI SDK", "2.8", ()),
-    Client("Anthropic SDK", "0.75", ()),
-    Client("aider", "0.86.2", ()),
-    Client("mini-swe-agent", "2.4.6", ()),
 )
 
 

@@ -145,10 +145,10 @@ def _place(id: object, field: str) -> tuple[TurnPlace, str]:
 def _recall(
     messages: list[ClientMessage], recalled: dict[int, tuple[TurnPlace, frozenset[str]]], id: object, field: str
 ) -> None:
-    """Name an item of a recorded turn. Items of one turn are one message."""
+    """Name an item of a recorded turn. Items of one turn are one message, sent or named."""
     place, item = _place(id, field)
     last = len(messages) - 1
-    if last not in recalled or recalled[last][0] != place:
+    if last < 0 or messages[last].role != "assistant" or recalled.get(last, (place,))[0] != place:
         messages.append(ClientMessage(role="assistant"))
         last += 1
     recalled[last] = place, recalled.get(last, (place, frozenset()))[1] | {item}

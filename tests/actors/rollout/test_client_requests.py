@@ -11,18 +11,23 @@ import pytest
 
 from headrace.actors.rollout import spans
 from headrace.actors.rollout.actor import Rollout
-from headrace.engines.base import Engine, Sample, SampleRequest
+from headrace.config import Engine
+from headrace.engines.base import Engine as Sampler
+from headrace.engines.base import Sample, SampleRequest
 from headrace.messages.rollout import TurnSampled
 from headrace.messages.subjects import TURN
+from headrace.registry import admit
 from headrace.rendering.tokenizer import Tokenizer
 from tests.actors.rollout.test_client_turns import TOOL, Client, client_of, config, model, run
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.chat_formats import tokenizer_json
+from tests.support.client_engine import PLAYS, Play, Script
 from tests.support.events import events, streamed, whole
 
 __all__ = ["model", "run"]
 pytestmark = pytest.mark.anyio
+ENGINE = "tests.support.client_engine:open_engine"
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 SAID = [{"role": "user", "content": "mean of xs"}]
@@ -89,7 +94,7 @@ async def test_a_forced_call_begins_in_the_prompt_and_is_the_answer(
     """The policy of the test would not finish a call by itself, so the ids that it samples are replaced."""
     sample = spans.sample
 
-    async def dictated(engine: Engine, request: SampleRequest, trajectory: str) -> Sample:
+    async def dictated(engine: Sampler, request: SampleRequest, trajectory: str) -> Sample:
         made = await sample(engine, msgspec.structs.replace(request, progress=None), trajectory)
         end = 'read", "arguments": {"path": "a.py"}}\n</tool_call>'
         begun = tokenizer.decode(request.ids)
@@ -244,6 +249,34 @@ async def test_an_item_is_named_by_its_id(client: Client) -> None:
     other = "0" * 20 + session[20:].replace(".", "_")
     wrong = [*SAID, {"type": "item_reference", "id": f"msg_{other}_0"}]
     await post(client, RESPONSES, 404, input=wrong)
+
+
+@pytest.mark.parametrize("referred", [("message",), ("function_call",), ("message", "function_call"), ("second",)])
+async def test_items_of_one_turn_may_be_named_and_sent(
+    connect: Connect, run: str, tmp_path: Path, referred: tuple[str, ...]
+) -> None:
+    """The AI SDK names a turn's text by its id and sends the turn's calls."""
+    admit("engines", [ENGINE])
+    made = msgspec.structs.replace(config(tmp_path), engine=Engine(kind=ENGINE))
+    calls = [("read", {"path": path}) for path in ("a.py", "b.py")]
+    PLAYS.append(play := Play(Script("mean of xs", [("I read both.", calls), ("Done.", [])])))
+    async with (
+        client_of(made, connect, tmp_path, run) as client,
+        living(Rollout, made, await connect("rollout", node="n1"), run, "product"),
+    ):
+        asked: dict[str, Any] = {"tools": [{"type": "function", **TOOL}]}
+        first, session = await post(client, RESPONSES, input=SAID, **asked)
+        items = first["output"]
+        assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
+        named = [item["type"] in referred or (item is items[2] and "second" in referred) for item in items]
+        sent = [
+            {"type": "item_reference", "id": item["id"]} if by_id else item
+            for item, by_id in zip(items, named, strict=True)
+        ]
+        results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "x"} for item in items[1:]]
+        last, again = await post(client, RESPONSES, input=[*SAID, *sent, *results], **asked)
+    assert last["output"][0]["content"][0]["text"] == "Done." and again == session
+    assert play.sessions == [session, session]
 
 
 async def test_a_history_is_summed_up(connect: Connect, client: Client, run: str) -> None:
