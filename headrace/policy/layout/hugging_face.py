@@ -28,6 +28,7 @@ from headrace.config import Config, Policy
 from headrace.policy import rope
 from headrace.policy.adapters import shape
 from headrace.policy.config import ALPHA, Adapter, CheckpointError, Latent, PolicyConfig
+from headrace.policy.layout import block_fp8
 
 _QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -138,7 +139,8 @@ def check_device(policy: PolicyConfig, device: str, key: str = "[trainer] device
     raise CheckpointError(f"{key} = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
 
 
-def _raw(folder: str | Path) -> dict[str, Any]:
+def raw_of(folder: str | Path) -> dict[str, Any]:
+    """The content of a folder's config.json. CheckpointError."""
     path = Path(folder) / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -148,13 +150,13 @@ def _raw(folder: str | Path) -> dict[str, Any]:
 
 
 def _kind(folder: str | Path) -> Any:
-    return _raw(folder).get("model_type")
+    return raw_of(folder).get("model_type")
 
 
 def read(folder: str | Path, provider: Provider = "auto") -> PolicyConfig:
     """From config.json in a folder, as a provider computes it; auto: native where it knows the type. CheckpointError
     when it is missing, broken or asks for something unsupported."""
-    raw = _raw(folder)
+    raw = raw_of(folder)
     if _SHAPE in raw:
         shape_of = raw.pop(_SHAPE)
         return msgspec.convert({**shape_of, "source": json.dumps(raw)}, PolicyConfig)
@@ -182,12 +184,13 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
     if turned not in (None, 1.0) and kind != "glm4_moe":
         raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
-    readable = ("mxfp4",) if kind == "gpt_oss" else ("mxfp8", "nvfp4")
-    if quantised and quantised.get("quant_method") not in readable:
+    readable = ("mxfp4",) if kind == "gpt_oss" else (block_fp8.METHOD, "mxfp8", "nvfp4")
+    method = quantised.get("quant_method")
+    if quantised and method not in readable:
         raise CheckpointError(
-            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only "
-            f"{' and '.join(map(repr, readable))}"
+            f"quant_method {method!r} is not supported for {kind}, only {', '.join(map(repr, readable))}"
         )
+    block_fp8.blocks(raw)
     positions = raw.get("max_position_embeddings", 32_768)
     try:
         theta, scaling = rope.parse(raw, positions)
@@ -205,7 +208,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "rope": scaling,
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
-            "expert_format": "" if not quantised or kind == "gpt_oss" else quantised["quant_method"],
+            "expert_format": method if method in ("mxfp8", "nvfp4") else "",
             "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))
@@ -222,8 +225,9 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype(raw: dict[str, Any]) -> str:
     """float16 (Llama 2) is read as float32, which holds its numbers exactly; bfloat16 would not. The published gpt-oss
-    name none: their tensors are bfloat16, which holds MXFP4 exactly."""
-    unnamed = "bfloat16" if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4" else "float32"
+    name none: their tensors are bfloat16, which holds MXFP4 exactly. Nor need those in eight bits."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    unnamed = "bfloat16" if method in ("mxfp4", block_fp8.METHOD) else "float32"
     name = str(raw.get("dtype") or raw.get("torch_dtype") or unnamed)
     if name not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"dtype {name!r} is not supported, only float32, bfloat16 and float16")
