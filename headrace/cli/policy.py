@@ -99,6 +99,7 @@ def train(config: "Config", target: Path) -> None:
     from headrace.actors.trainer import initial_policy
     from headrace.policy.layout import hugging_face
     from headrace.policy.layout.export import Export, export
+    from headrace.rendering.registry import Renderers
     from headrace.training import opening
     from headrace.weights import tensor_state
 
@@ -127,7 +128,12 @@ def train(config: "Config", target: Path) -> None:
         else:  # no process has whole tensors
             tensors = tensor_state.read(trainer.publish(folder).durable.result())
         parts = Export(
-            config=shape, tensors=tensors, bundle=bundle, card=card(config, digest), source=config.policy.checkpoint
+            config=shape,
+            tensors=tensors,
+            bundle=bundle,
+            card=card(config, digest),
+            stops=Renderers(bundle).for_conversations().stop_ids,
+            source=config.policy.checkpoint,
         )
         export(parts, made)
     finally:

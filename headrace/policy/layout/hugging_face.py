@@ -64,6 +64,27 @@ _ADAPTER = "headrace_adapter"
 """The field of config.json, within a run's folder only: what is exported has no adapter in its config.json."""
 
 
+_LATENT = {
+    **{"max_position_embeddings": 4096, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+    **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "q_lora_rank": 1536},
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"num_key_value_heads": 32},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+    "glm4_moe": {
+        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1},
+        **{"n_shared_experts": 1, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+}
+"""By model type: the value of a field that config.json leaves out, where it is not the one of `_READERS`: that of
+transformers' own class."""
+
+
 def from_section(section: Policy) -> PolicyConfig:
     """The shape that a [policy] section asks for; its `checkpoint`, a Hugging Face folder, replaces everything else."""
     if section.checkpoint:
@@ -191,6 +212,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             f"quant_method {method!r} is not supported for {kind}, only {', '.join(map(repr, readable))}"
         )
     block_fp8.blocks(raw)
+    raw = _DEFAULTS.get(kind, {}) | raw
     positions = raw.get("max_position_embeddings", 32_768)
     try:
         theta, scaling = rope.parse(raw, positions)

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ def opened(folder: Path) -> HuggingModel:
     assert isinstance(model, HuggingModel)
     model.load(folder)
     return model
+
+
+def written(model: HuggingModel, folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The export of a version of a run that began with `folder`."""
+    parts = Export(config=model.config, tensors=tensors, bundle=BUNDLE, card="", stops=(2,), source=str(folder))
+    export(parts, target)
 
 
 class Forced(torch.overrides.TorchFunctionMode):
@@ -126,13 +132,13 @@ def test_resume_and_export_keep_every_bit(folder: Path, tmp_path: Path) -> None:
 
     tensors = state.published()
     target = tmp_path / "out"
-    export(Export(config=model.config, tensors=tensors, bundle=BUNDLE, card="", source=str(folder)), target)
+    written(model, folder, target, tensors)
     assert (target / "notes" / "LICENSE").read_bytes() == (folder / "notes" / "LICENSE").read_bytes()
     ours, theirs = dict(model.inner.named_parameters()), model_types.plain(target)
     read = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
     assert all(torch.equal(parameter, read[name]) for name, parameter in ours.items())
-    written = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert written.keys() == model_types.plain(folder).state_dict().keys()
+    again = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert again.keys() == model_types.plain(folder).state_dict().keys()
     # Published tensors and the folder's files have the same names: servers read both.
     assert set(tensors) == names(target)
     changed = [
@@ -175,7 +181,7 @@ def older() -> Iterator[subprocess.Popen[str]]:
 def test_transformers_4_reads_the_export(kind: str, tmp_path: Path, older: subprocess.Popen[str]) -> None:
     folder = model_types.folder(tmp_path / kind, kind)
     model, target = opened(folder), tmp_path / "out"
-    export(Export(config=model.config, tensors=model.state(), bundle=BUNDLE, card="", source=str(folder)), target)
+    written(model, folder, target, model.state())
     assert older.stdin is not None and older.stdout is not None
     print(kind, target, file=older.stdin, flush=True)
     said = older.stdout.readline().strip()
