@@ -69,6 +69,9 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except OSError as error:
+        if (folder / "adapter_config.json").is_file():
+            yield bad(key, f"{folder} is an adapter: `headrace policy from-lora {folder} DIR` makes a checkpoint of it")
+            return
         yield bad(key, f"{folder}/config.json cannot be read ({error.strerror}); expected a Hugging Face folder")
         return
     except (ValueError, KeyError, TypeError):
