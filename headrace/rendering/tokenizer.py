@@ -56,8 +56,8 @@ def _plain(backend: _Backend) -> _Backend:
         if model["type"] == "BPE":
             pairs = [tuple(each.split(" ", 1)) if isinstance(each, str) else tuple(each) for each in model["merges"]]
             model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names]
-        kept = model.get("unk_token")  # unknown text is that token anyway
-        model["vocab"] = {text: id for text, id in model["vocab"].items() if text not in names or text == kept}
+        unknown = model.get("unk_token")  # unknown text is that token anyway
+        model["vocab"] = {text: id for text, id in model["vocab"].items() if text not in names or text == unknown}
     return _Backend.from_str(json.dumps(fields))
 
 

@@ -101,8 +101,9 @@ class Pieces:
         of the policy's dtype, others in the dtype of the file. CheckpointError as the constructor."""
         parts: dict[str, Tensor] = {}
         for source in self._sources[name]:
-            of_blocks = self._blocks is not None and source != name
-            place = self._blocks.of(first, count) if of_blocks else slice(first, first + count)
+            place = slice(first, first + count)
+            if self._blocks is not None and source != name:
+                place = self._blocks.of(first, count)
             opened = self._open(self._stored[source][0])
             parts[source] = opened.get_slice(source)[place] if self._shapes[name] else opened.get_tensor(source)
             self.read_bytes += parts[source].nbytes

@@ -65,7 +65,7 @@ def test_blocks_are_read_by_rows(tmp_path: Path, kind: str, block: tuple[int, in
     pack(folder, *block)
     wanted = reference(folder / "plain")
     for provider in ("native", "transformers") if kind != "minimax_m2" else ("transformers",):
-        config = hugging_face.read(folder, provider)  # type: ignore[arg-type]
+        config = hugging_face.read(folder, provider)
         assert config.dtype == "float32" and not config.expert_format
         model = build(config, probe(config, exact=False))
         model.load(folder)
@@ -99,4 +99,4 @@ def test_factors_that_are_missing_or_of_other_blocks_are_refused(tmp_path: Path)
     for provider in ("native", "transformers"):
         (folder / "config.json").write_text(json.dumps(raw))
         with pytest.raises(CheckpointError, match="weight_block_size None"):
-            hugging_face.read(folder, provider)  # type: ignore[arg-type]
+            hugging_face.read(folder, provider)
