@@ -18,10 +18,10 @@ CHECKS = {
 
 
 def table(files: list[Path]) -> str:
-    """A line per type, a column per check: yes, no, or the reason for which it was skipped. What the files do not tell
-    stays as it is in the page."""
+    """A line per type, a column per check: yes, no, or the reason for which it was skipped. The page keeps the
+    cells of checks that the files do not have."""
     old = re.findall(r"^\| (\w+) \|(.*)\|$", PAGE.read_text(encoding="utf-8").split(HEAD)[1].split(END)[0], re.M)
-    found = {
+    rows = {
         kind: dict(zip(CHECKS.values(), map(str.strip, cells.split("|")), strict=False))
         for kind, cells in old
         if kind != "type"
@@ -33,15 +33,15 @@ def table(files: list[Path]) -> str:
         skipped = case.find("skipped")
         bad = case.find("failure") is not None or case.find("error") is not None
         told = "**no**" if bad else "yes" if skipped is None else skipped.get("message", "").removeprefix("Skipped: ")
-        told = " ".join(told.split()).replace("|", "/")
+        told = " ".join(told.split()).replace("|", "/")[:160]
         largest = case.find("properties/property[@name='largest']")
         if largest is not None:
             told = f"{'yes' if float(largest.get('value', '')) < 1e-4 else 'differs'}, {largest.get('value')}"
-        found.setdefault(match[2], {})[CHECKS[match[1]]] = told
+        rows.setdefault(match[2], {})[CHECKS[match[1]]] = told
     lines = [f"| type | {' | '.join(CHECKS.values())} |", "|---" * (len(CHECKS) + 1) + "|"]
     lines += [
         f"| {kind} | {' | '.join(row.get(name, '') for name in CHECKS.values())} |"
-        for kind, row in sorted(found.items())
+        for kind, row in sorted(rows.items())
     ]
     return "\n".join(lines)
 

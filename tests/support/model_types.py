@@ -84,7 +84,7 @@ TYPES: dict[str, dict[str, Any]] = {
     | {"layer_types": ["conv", "full_attention"], "conv_dim": 32, "block_dim": 32, "block_auto_adjust_ff_dim": False},
     "llama": BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama4_text": LOCAL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1, "attention_chunk_size": 8},
-    "minimax_m2": LOCAL | {"rotary_dim": 4, "scoring_func": "sigmoid"},
+    "minimax_m2": LOCAL | {"rotary_dim": 4, "scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral3": HEAD,
     "mistral": WINDOW,
     "mixtral": LOCAL,

@@ -49,10 +49,10 @@ def refuse(config: Config) -> None:
 
 def _weights(config: Config) -> Iterator[Finding]:
     from headrace.policy.config import CheckpointError
-    from headrace.policy.layout import hugging_face, pieces
+    from headrace.policy.layout import hugging_face, refusing
 
     try:
-        pieces.refuse(hugging_face.from_section(config.policy), Path(config.policy.checkpoint))
+        refusing.refuse(hugging_face.from_section(config.policy), Path(config.policy.checkpoint))
     except CheckpointError as error:
         yield bad("policy.checkpoint", f"{error}; copy the files of the original model again")
 

