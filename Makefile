@@ -183,8 +183,8 @@ $(VLLM)/.installed: deploy/vllm/requirements.txt
 	$(VLLM)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r deploy/vllm/requirements.txt
 	@touch $@
 
-test-models: setup $(MODELS)/.installed ## every type of transformers that docs/models.md lists, and its table (installs 2 GB, then takes ten minutes)
-	HEADRACE_TRANSFORMERS_4=$(MODELS)/bin/python $(BIN)/pytest -m "slow or not slow" --junitxml .cache/models.xml tests/policy/hugging
+test-models: setup $(MODELS)/.installed $(VLLM)/.installed ## every type of transformers that docs/models.md lists, and its table (installs 5.5 GB, then takes half an hour)
+	HEADRACE_TRANSFORMERS_4=$(MODELS)/bin/python HEADRACE_VLLM=$(VLLM)/bin/python $(BIN)/pytest -m "slow or vllm or not slow" --timeout 1800 -o junit_family=xunit1 --junitxml .cache/models.xml tests/policy/hugging
 	$(BIN)/python docs/model_types.py .cache/models.xml
 
 $(MODELS)/.installed:

@@ -88,6 +88,7 @@ async def hugging_face_folder(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.policy.adapters import peft
     from headrace.policy.layout.export import Export
     from headrace.policy.layout.export import export as write
+    from headrace.rendering.registry import Renderers
     from headrace.weights import chain as chains
     from headrace.weights import report, tensor_state
     from headrace.weights.publishing import precision
@@ -110,9 +111,11 @@ async def hugging_face_folder(chain: "Chain", args: argparse.Namespace) -> int:
             size = peft.export(shape, tensors, base_of(config), text, target)
             say(f"adapter of version {head.version} of run {folder.id} in {target}: {size:,} bytes")
             return 0
-        shape = write(
-            Export(config=shape, tensors=tensors, bundle=bundle, card=text, source=config.policy.checkpoint), target
+        stops = Renderers(bundle).for_conversations().stop_ids
+        parts = Export(
+            config=shape, tensors=tensors, bundle=bundle, card=text, stops=stops, source=config.policy.checkpoint
         )
+        shape = write(parts, target)
     say(f"version {head.version} of run {folder.id} in {target}: {shape.dtype}, state {head.state_hash}")
     return 0
 

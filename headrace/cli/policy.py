@@ -1,4 +1,4 @@
-"""Commands about checkpoints of a policy: one from a GGUF file, and training on data without a run."""
+"""Commands about checkpoints of a policy: one from a GGUF file or a LoRA folder, and training on data without a run."""
 
 import argparse
 import os
@@ -21,6 +21,7 @@ def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
     subcommands = group(commands, "policy", "checkpoints of a policy, and their training on data")
     _add_from_gguf(subcommands)
+    _add_from_lora(subcommands)
     _add_train(subcommands)
 
 
@@ -56,6 +57,24 @@ def from_gguf(args: argparse.Namespace) -> int:
         raise RunError(f"--chat-template {args.chat_template} cannot be read: {error.strerror}") from None
     formats = ", ".join(f"{count} x {name}" for name, count in sorted(done.quantisations.items()))
     say(f"{args.dir}: {file.name}, {done.parameters:,} parameters in {done.config.dtype}, dequantised from {formats}")
+    return 0
+
+
+def _add_from_lora(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("from-lora", help="make a Hugging Face folder from a PEFT folder (LoRA)")
+    parser.add_argument("source", metavar="SOURCE", help="the folder with adapter_config.json")
+    parser.add_argument("dir", metavar="DIR", help="folder to write")
+    parser.add_argument("--base", metavar="FOLDER", help="the checkpoint under it, instead of the one that it names")
+    parser.set_defaults(handler=from_lora)
+
+
+def from_lora(args: argparse.Namespace) -> int:
+    """Merge the adapter and print what was changed."""
+    from headrace.policy.adapters.merging import merge
+
+    count = merge(Path(args.source), Path(args.dir), Path(args.base) if args.base else None)
+    say(f"{args.dir}: {count} tensors changed by the adapter of {args.source}")
     return 0
 
 
@@ -99,6 +118,7 @@ def train(config: "Config", target: Path) -> None:
     from headrace.actors.trainer import initial_policy
     from headrace.policy.layout import hugging_face
     from headrace.policy.layout.export import Export, export
+    from headrace.rendering.registry import Renderers
     from headrace.training import opening
     from headrace.weights import tensor_state
 
@@ -127,7 +147,12 @@ def train(config: "Config", target: Path) -> None:
         else:  # no process has whole tensors
             tensors = tensor_state.read(trainer.publish(folder).durable.result())
         parts = Export(
-            config=shape, tensors=tensors, bundle=bundle, card=card(config, digest), source=config.policy.checkpoint
+            config=shape,
+            tensors=tensors,
+            bundle=bundle,
+            card=card(config, digest),
+            stops=Renderers(bundle).for_conversations().stop_ids,
+            source=config.policy.checkpoint,
         )
         export(parts, made)
     finally:

@@ -12,6 +12,7 @@ file ensure it: the full one matches added tokens, the plain one has none. The l
 
 import json
 import re
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -34,15 +35,29 @@ _CACHED_CHARACTERS, _CACHED_TEXTS = 32, 16384
 """Longest text whose ids are cached, and how many: paths, numbers and short answers repeat often."""
 
 
+_BYTE, _LOW = re.compile("<0x[0-9A-F]{2}>"), -1e9
+"""Pieces that stand for bytes without a piece of their own, and a score that no text prefers."""
+
+
 def _plain(backend: _Backend) -> _Backend:
     """The same tokenizer without added tokens, so that no text can match one."""
     fields = json.loads(backend.to_str())
+    model = fields["model"]
     names = {token["content"] for token in fields["added_tokens"]}
     fields["added_tokens"], fields["post_processor"] = [], None
-    if fields["model"].get("ignore_merges"):
-        # Such a model looks whole words up in its vocabulary, where some files list the added tokens too.
-        vocabulary = fields["model"]["vocab"]
-        fields["model"]["vocab"] = {text: id for text, id in vocabulary.items() if text not in names}
+    # Some files list the added tokens in the vocabulary too, where plain text would match them.
+    if model["type"] == "Unigram":
+        nonce = secrets.token_hex(16)  # nobody's text; the place of a piece is its id
+        model["vocab"] = [
+            [f"{nonce}{id}" if text in names else text, _LOW if _BYTE.fullmatch(text) else score]
+            for id, (text, score) in enumerate(model["vocab"])
+        ]
+    else:
+        if model["type"] == "BPE":
+            pairs = [tuple(each.split(" ", 1)) if isinstance(each, str) else tuple(each) for each in model["merges"]]
+            model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names]
+        unknown = model.get("unk_token")  # unknown text is that token anyway
+        model["vocab"] = {text: id for text, id in model["vocab"].items() if text not in names or text == unknown}
     return _Backend.from_str(json.dumps(fields))
 
 

@@ -84,7 +84,7 @@ def made(kind: str, folder: Path) -> None:
     vocab = len(tokenizer)
     sizes = {"vocab_size": vocab, "max_position_embeddings": 4096}
     if kind == "gpt_oss":
-        model_types.folder(folder, kind, **sizes)
+        model_types.folder(folder, kind, vocab_size=vocab, max_position_embeddings=4096)
     else:
         theirs(kind, fields | sizes).save_pretrained(folder)
 

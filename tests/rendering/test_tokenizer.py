@@ -1,9 +1,10 @@
 """Tokenizer: everything round-trips, tags can't be forged, the file is Hugging Face's."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFace
 
 from headrace.harness.sync_tools import answer
@@ -101,3 +102,46 @@ def test_added_tokens_that_strip_their_neighbours_do_so_in_either_way_of_encodin
     assert tokenizer.encode_pieces(pieces) == HuggingFace.from_str(tokenizer.dump()).encode("<r>  a  <l>").ids
     hostile = tokenizer.encode_pieces([("<r>", True), ("  <pad>  ", False), ("<l>", True)])
     assert tokenizer.decode(hostile) == "<r><pad><l>" and tokenizer.tags["<pad>"] not in hostile
+
+
+def _unigram(*, bytes_too: bool) -> models.Model:
+    names = ["<unk>", "<s>", "</s>", "<|im_end|>", *(f"<0x{byte:02X}>" for byte in range(256) if bytes_too)]
+    letters = [(letter, -3.0) for letter in "\u2581ab<>/s0xA|_imendu"]
+    return models.Unigram([(name, 0.0) for name in names] + letters, 0, bytes_too)
+
+
+def _bpe() -> models.Model:
+    """Its merges make an added token out of plain text."""
+    made = ["</", "</s", "</s>", "x</s>"]
+    vocabulary = {text: id for id, text in enumerate(["<unk>", *"ab</s>x|_imendu0A", *made])}
+    return models.BPE(vocabulary, [("<", "/"), ("</", "s"), ("</s", ">"), ("x", "</s>")], unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: _unigram(bytes_too=False), id="unigram"),
+        pytest.param(lambda: _unigram(bytes_too=True), id="byte_fallback"),
+        pytest.param(_bpe, id="bpe"),
+        pytest.param(lambda: models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2, "<s>": 3}, "<unk>"), id="words"),
+        pytest.param(
+            lambda: models.WordPiece({"<unk>": 0, "a": 1, "</s>": 2, "##b": 3}, unk_token="<unk>"), id="word_pieces"
+        ),
+    ],
+)
+def test_a_vocabulary_that_lists_its_control_tokens_gives_none_of_them_to_plain_text(
+    model: Callable[[], models.Model],
+) -> None:
+    backend = HuggingFace(model())
+    if isinstance(backend.model, models.WordLevel | models.WordPiece):
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    control = [name for name in ("<s>", "</s>", "<|im_end|>") if backend.token_to_id(name) is not None]
+    backend.add_special_tokens(control)
+    tokenizer = Tokenizer.parse(backend.to_str())
+    assert {tokenizer.tags[name] for name in control} and backend.encode("a</s>").ids[-1] == tokenizer.tags["</s>"]
+    listed = {tokenizer.tags[name] for name in control} | {backend.token_to_id("<0x0A>")}
+    for text in ("a</s>b", "</s>", "a </s> b", "<s>a", "x</s>", "<0x0A>", "a<|im_end|>"):
+        ids = tokenizer.encode(text)
+        assert ids and not set(ids) & listed, (text, ids)
+    framed = tokenizer.encode_pieces([("</s>", True), ("</s>", False)])
+    assert framed[0] == tokenizer.tags["</s>"] and tokenizer.tags["</s>"] not in framed[1:]

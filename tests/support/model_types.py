@@ -60,8 +60,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "arcee": BASE,
     "cohere": BASE,
     "cohere2": WINDOW,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc"},
     "dots1": GROUPS,
     "ernie4_5": HEAD,
     "ernie4_5_moe": HEAD | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
@@ -73,17 +73,18 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4": HEAD,
     "glm4_moe": GROUPS,
     "glm4_moe_lite": LATENT,
-    "gpt_neox": BASE,
+    "gpt_neox": {name: value for name, value in BASE.items() if name != "num_key_value_heads"},
     "gpt_oss": LOCAL | {"sliding_window": 6},
     "granite": BASE | {"logits_scaling": 2.0},
     "granitemoe": LOCAL,
     "helium": HEAD,
     "hunyuan_v1_dense": HEAD,
     "hunyuan_v1_moe": LOCAL | {"num_experts": 4, "moe_topk": 2},
-    "lfm2": BASE | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": BASE
+    | {"layer_types": ["conv", "full_attention"], "conv_dim": 32, "block_dim": 32, "block_auto_adjust_ff_dim": False},
     "llama": BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama4_text": LOCAL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1, "attention_chunk_size": 8},
-    "minimax_m2": LOCAL,
+    "minimax_m2": LOCAL | {"rotary_dim": 4, "scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral3": HEAD,
     "mistral": WINDOW,
     "mixtral": LOCAL,
@@ -116,10 +117,28 @@ QUICK = ("gemma3_text", "mixtral", "qwen3_5_text")
 """The types of the default suite: windows and scaled embeddings; a mixture; a recurrent state."""
 
 
-def folder(path: Path, kind: str, **changes: int) -> Path:
-    """A checkpoint of random weights, with a file that no library writes. changes: other values of some fields."""
+WIDE = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "attention_chunk_size": 128,
+    "conv_dim": 128,
+    "block_dim": 128,
+    "rotary_dim": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""The sizes that kernels of servers have."""
+
+
+def folder(path: Path, kind: str, *, wide: bool = False, **changes: int) -> Path:
+    """A checkpoint of random weights, with a file that no library writes. wide: in the sizes of `WIDE`. changes: other
+    values of some fields."""
     torch.manual_seed(1)
-    fields = TYPES[kind] | changes
+    fields = TYPES[kind] | {name: value for name, value in WIDE.items() if wide and name in TYPES[kind]}
+    fields |= changes
     rope = fields.pop("rope_scaling", None)
     config = transformers.AutoConfig.for_model(kind, **fields)
     if rope is not None:

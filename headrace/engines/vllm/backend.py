@@ -120,7 +120,9 @@ class Vllm:
             "--logprobs-mode processed_logprobs": model.get("logprobs_mode") != "processed_logprobs",
             "--generation-config vllm": model.get("generation_config") != "vllm",
             "--data-parallel-size 1, one server per rank": int(parallel.get("data_parallel_size") or 1) > 1,
-            "no speculative decoding, whose effect on recorded routes was not measured": info.get("speculative_config"),
+            "no speculative decoding, which changed what is sampled where it was measured": info.get(
+                "speculative_config"
+            ),
             "--enable-return-routed-experts, which a mixture needs": bool(self._config.experts)
             and not (info.get("aux_output_config") or {}).get("enable_return_routed_experts"),
         }

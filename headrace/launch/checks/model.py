@@ -49,10 +49,10 @@ def refuse(config: Config) -> None:
 
 def _weights(config: Config) -> Iterator[Finding]:
     from headrace.policy.config import CheckpointError
-    from headrace.policy.layout import hugging_face, pieces
+    from headrace.policy.layout import hugging_face, refusing
 
     try:
-        pieces.refuse(hugging_face.from_section(config.policy), Path(config.policy.checkpoint))
+        refusing.refuse(hugging_face.from_section(config.policy), Path(config.policy.checkpoint))
     except CheckpointError as error:
         yield bad("policy.checkpoint", f"{error}; copy the files of the original model again")
 
@@ -69,6 +69,9 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except OSError as error:
+        if (folder / "adapter_config.json").is_file():
+            yield bad(key, f"{folder} is an adapter: `headrace policy from-lora {folder} DIR` makes a checkpoint of it")
+            return
         yield bad(key, f"{folder}/config.json cannot be read ({error.strerror}); expected a Hugging Face folder")
         return
     except (ValueError, KeyError, TypeError):

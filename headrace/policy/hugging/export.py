@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.hugging import library
 from headrace.policy.hugging.model import HuggingModel
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
@@ -29,6 +30,9 @@ def save(target: Path, tensors: Mapping[str, Tensor], config: PolicyConfig, sour
     raw = json.loads(config.source)
     if raw.get("model_type") == written["model_type"]:  # else a part alone of the source's model is trained
         written = raw | {key: written[key] for key in ("architectures", "dtype", "transformers_version")}
+    # Some fields have other names in transformers 4 and in servers: num_experts and num_local_experts.
+    others = library.parsed(config.source).attribute_map.items()
+    written = {name: written[ours] for name, ours in others if ours in written} | written
     text = json.dumps(written | hugging_face.older(written), indent=2) + "\n"
     (target / "config.json").write_text(text, encoding="utf-8")
     weights = {path for pattern in _WEIGHTS for path in source.rglob(pattern)}

@@ -24,6 +24,7 @@ from headrace.policy import moe
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.hugging import library, published, routing
 from headrace.policy.hugging.cache import Held, Sequences
+from headrace.policy.layout.pieces import Pieces
 from headrace.policy.numerics import Numerics
 from headrace.policy.seam import PolicyModel
 
@@ -207,7 +208,13 @@ class HuggingModel(PolicyModel):
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """As the seam."""
+        """As the seam. By rows where the folder has the published names; otherwise as the library reads it."""
+        views = self.views()
+        pieces = Pieces(self.config, Path(folder), {name: tuple(view.shape) for name, view in views.items()})
+        if pieces.whole:
+            for name, view in views.items():
+                view.copy_(pieces.rows(name, 0, view.shape[:1].numel()))
+            return
         loaded, missing = _loaded(self.inner, folder)
         ours = dict(self.inner.named_parameters())
         theirs = dict(loaded.named_parameters()) | dict(loaded.named_buffers())

@@ -9,6 +9,7 @@ from torch import nn
 from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
 from headrace.policy.hugging import library
 from headrace.policy.hugging.routing import Selection
+from headrace.policy.layout import block_fp8
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "experts_per_token", "num_experts_per_token")
@@ -16,15 +17,14 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "experts_
 
 def read(raw: dict[str, Any], dtype: Dtype) -> PolicyConfig:
     """The shape of a config.json. CheckpointError when transformers does not know it, or when its weights are
-    quantised in another format than MXFP4, which the library reads as bfloat16 (gpt-oss)."""
-    raw = dict(raw)
-    quantised = raw.pop("quantization_config", None)
-    if quantised is not None and quantised.get("quant_method") != "mxfp4":
+    quantised in another form than blocks of eight bits and MXFP4, which the library reads as bfloat16 (gpt-oss)."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if "quantization_config" in raw and method != "mxfp4" and block_fp8.blocks(raw) is None:
         raise CheckpointError(
-            f"quant_method {quantised.get('quant_method')!r} is not trained by the provider transformers; take the "
+            f"quant_method {method!r} is not trained by the provider transformers; take the "
             "checkpoint in bfloat16"
         )
-    source = json.dumps(raw)
+    source = json.dumps({key: value for key, value in raw.items() if key != "quantization_config"})
     model = library.skeleton(source, {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
     text, blocks = model.config.get_text_config(), library.blocks(model)
     if not blocks:

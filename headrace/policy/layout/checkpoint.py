@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.inner_paths import is_inner
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layout import hugging_face
+from headrace.policy.layout import block_fp8, hugging_face
 from headrace.policy.seam import PolicyModel
 
 SHARD_BYTES = 5 << 30
@@ -124,4 +124,4 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
         raise CheckpointError(f"{path}: weights cannot be read: {error}") from None
     for name in not_of_run(config, tensors):
         del tensors[name]
-    return config, tensors
+    return config, block_fp8.inward(tensors, block_fp8.blocks(hugging_face.raw_of(path)), config.torch_dtype)

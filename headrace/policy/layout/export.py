@@ -28,6 +28,8 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     bundle: RendererBundle
     card: str
     """The model card, Markdown."""
+    stops: tuple[int, ...]
+    """The ids that end a turn of the run: the checkpoint's and the chat template's."""
     source: str = ""
     """The folder that the run began with; needed for a policy of the provider transformers alone."""
 
@@ -51,7 +53,7 @@ def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTE
         tensors = low_rank.merge(adapter, parts.tensors) if adapter else parts.tensors
         checkpoint.save(target, tensors, config, shard_bytes=shard_bytes)
     (target / "tokenizer.json").write_text(parts.bundle.tokenizer_json, encoding="utf-8")
-    for name, content in _settings(parts.bundle, config).items():
+    for name, content in _settings(parts, config).items():
         there = target / name
         if config.source and there.exists():  # what the folder had besides stays
             content = json.loads(there.read_text(encoding="utf-8")) | content
@@ -60,8 +62,9 @@ def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTE
     return config
 
 
-def _settings(bundle: RendererBundle, config: PolicyConfig) -> dict[str, dict[str, Any]]:
+def _settings(parts: Export, config: PolicyConfig) -> dict[str, dict[str, Any]]:
     """File name -> content: tokenizer_config.json and generation_config.json."""
+    bundle = parts.bundle
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -70,11 +73,7 @@ def _settings(bundle: RendererBundle, config: PolicyConfig) -> dict[str, dict[st
     }
     if bundle.chat_template:
         settings["chat_template"] = bundle.chat_template
-    stops = list(bundle.eos_ids)
-    if bundle.renderer == "terse":
-        added = json.loads(bundle.tokenizer_json)["added_tokens"]
-        stops = [token["id"] for token in added if token["content"] == "</turn>"]
-    generation = bundle.generation | ({"eos_token_id": stops} if stops else {})
+    generation = bundle.generation | {"eos_token_id": list(parts.stops)}
     return {"tokenizer_config.json": settings, "generation_config.json": generation}
 
 

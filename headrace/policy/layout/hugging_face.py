@@ -26,6 +26,7 @@ from headrace.config import Config, Policy
 from headrace.policy import rope
 from headrace.policy.adapters import shape
 from headrace.policy.config import Adapter, CheckpointError, Latent, PolicyConfig
+from headrace.policy.layout import block_fp8
 
 _QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -57,6 +58,27 @@ the model to know its shape."""
 Provider = Literal["native", "transformers", "auto"]
 _ADAPTER = "headrace_adapter"
 """The field of config.json, within a run's folder only: what is exported has no adapter in its config.json."""
+
+
+_LATENT = {
+    **{"max_position_embeddings": 4096, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+    **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "q_lora_rank": 1536},
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"num_key_value_heads": 32},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+    "glm4_moe": {
+        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1},
+        **{"n_shared_experts": 1, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+}
+"""By model type: the value of a field that config.json leaves out, where it is not the one of `_READERS`: that of
+transformers' own class."""
 
 
 def from_section(section: Policy) -> PolicyConfig:
@@ -119,7 +141,8 @@ def _check(kind: str, *settings: tuple[str, Any, Any]) -> None:
             raise CheckpointError(f"{key} = {got!r} is not supported for {kind}, only {wanted!r}")
 
 
-def _raw(folder: str | Path) -> dict[str, Any]:
+def raw_of(folder: str | Path) -> dict[str, Any]:
+    """The content of a folder's config.json. CheckpointError."""
     path = Path(folder) / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -129,13 +152,13 @@ def _raw(folder: str | Path) -> dict[str, Any]:
 
 
 def _kind(folder: str | Path) -> Any:
-    return _raw(folder).get("model_type")
+    return raw_of(folder).get("model_type")
 
 
 def read(folder: str | Path, provider: Provider = "auto") -> PolicyConfig:
     """From config.json in a folder, as a provider computes it; auto: native where it knows the type. CheckpointError
     when it is missing, broken or asks for something unsupported."""
-    raw = _raw(folder)
+    raw = raw_of(folder)
     if _SHAPE in raw:
         shape_of = raw.pop(_SHAPE)
         return msgspec.convert({**shape_of, "source": json.dumps(raw)}, PolicyConfig)
@@ -163,10 +186,14 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
     if turned not in (None, 1.0) and kind != "glm4_moe":
         raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
-    if quantised and quantised.get("quant_method") not in ("mxfp8", "nvfp4"):
+    readable = (block_fp8.METHOD, "mxfp8", "nvfp4")
+    method = quantised.get("quant_method")
+    if quantised and method not in readable:
         raise CheckpointError(
-            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only 'mxfp8' and 'nvfp4'"
+            f"quant_method {method!r} is not supported for {kind}, only {', '.join(map(repr, readable))}"
         )
+    block_fp8.blocks(raw)
+    raw = _DEFAULTS.get(kind, {}) | raw
     positions = raw.get("max_position_embeddings", 32_768)
     try:
         theta, scaling = rope.parse(raw, positions)
@@ -184,7 +211,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "rope": scaling,
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
-            "expert_format": quantised["quant_method"] if quantised else "",
+            "expert_format": method if method in ("mxfp8", "nvfp4") else "",
             "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))
@@ -201,8 +228,9 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype(raw: dict[str, Any]) -> str:
     """float16 (Llama 2) is read as float32, which holds its numbers exactly; bfloat16 would not. The published gpt-oss
-    name none: their tensors are bfloat16, which holds MXFP4 exactly."""
-    unnamed = "bfloat16" if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4" else "float32"
+    name none: their tensors are bfloat16, which holds MXFP4 exactly. Nor need those in eight bits."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    unnamed = "bfloat16" if method in ("mxfp4", block_fp8.METHOD) else "float32"
     name = str(raw.get("dtype") or raw.get("torch_dtype") or unnamed)
     if name not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"dtype {name!r} is not supported, only float32, bfloat16 and float16")

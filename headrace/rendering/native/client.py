@@ -183,6 +183,10 @@ class ClientRenderer:
                 return slots.add(kind, content) if shown else FILLER
 
             if message.role == "assistant":
+                if len(message.calls) > 1 and not self._format.traits.parallel:
+                    raise UnusableConversation(
+                        f"message {index} makes {len(message.calls)} calls, and the chat template shows one a turn"
+                    )
                 written.append(self._turn(message, len(calls), text_of, anchor if index == known - 1 else ""))
                 calls |= {call.id: (call.name, len(calls) + at) for at, call in enumerate(message.calls)}
             elif message.role == "tool":
@@ -210,17 +214,21 @@ class ClientRenderer:
         return {"role": "assistant", "content": content, "tool_calls": calls}
 
     def _arguments(self, call: ClientCall, text_of: Any) -> dict[str, Any]:
-        """A call's arguments: texts as placeholders, lists and objects as one placeholder of their JSON."""
-        arguments: Mapping[str, Any] = json.loads(call.arguments)
-        written: dict[str, Any] = {}
-        for key, value in arguments.items():
+        """A call's arguments: every text as a placeholder. Where the template writes texts without quotes (XML), a list
+        or an object is one placeholder of its JSON."""
+        quoted = self._format.changes["argument"]('"') != '"'
+
+        def placed(value: Any) -> Any:
             if isinstance(value, str):
-                written[self._checked(key)] = text_of("argument", value)
-            elif isinstance(value, dict | list):
-                written[self._checked(key)] = text_of("argument", json.dumps(value, ensure_ascii=False))
-            else:
-                written[self._checked(key)] = value
-        return written
+                return text_of("argument", value)
+            if isinstance(value, dict | list) and not quoted:
+                return text_of("argument", json.dumps(value, ensure_ascii=False))
+            if isinstance(value, dict):
+                return {text_of("argument", key): placed(inner) for key, inner in value.items()}
+            return [placed(inner) for inner in value] if isinstance(value, list) else value
+
+        arguments: Mapping[str, Any] = json.loads(call.arguments)
+        return {self._checked(key): placed(value) for key, value in arguments.items()}
 
     def _checked(self, name: str) -> str:
         if not _NAME.fullmatch(name):

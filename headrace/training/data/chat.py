@@ -3,7 +3,8 @@
 The ids are those of a conversation in reinforcement learning: prompt, then turn by turn the turn and the text behind
 it, where earlier turns stay as they were written even if the template would render them differently. Assistants' turns
 are the targets; a message with `"weight": 0` is only shown. An assistant's `reasoning_content` is its thinking: a
-target as well, which stays in the text behind it, as sampled thinking does.
+target as well, which stays in the text behind it, as sampled thinking does. A field without a meaning here is refused,
+such as the older `function_call`: it would change in silence what is learned.
 """
 
 from collections.abc import Sequence
@@ -19,35 +20,45 @@ from headrace.rendering.native.renderer import NativeRenderer
 from headrace.training.data.base import Document, Lines
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
 
 
-class _Function(msgspec.Struct, frozen=True):
+class _Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str | dict[str, object]
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: _Function
     id: str = ""
+    type: Literal["function"] = "function"
+    index: int = 0
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
-    tool_call_id: str = ""
+    tool_call_id: str | None = ""
+    name: str | None = None
+    """Of the tool; the call says it too."""
     weight: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
     reasoning_content: str | None = None
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    function: ClientTool
+class _ToolFunction(ClientTool, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    strict: bool | None = None
+    """Of no effect: the target is the call that stands there."""
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: _ToolFunction
+    type: Literal["function"] = "function"
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: list[_Message]
     tools: list[_Tool] = []
 
@@ -108,7 +119,7 @@ def _conversation(line: _Line) -> Conversation:
     for index, message in enumerate(line.messages):
         where = f"at messages[{index}]"
         calls = _calls(message, index, where)
-        call_id = message.tool_call_id
+        call_id = message.tool_call_id or ""
         if message.role == "tool":
             if not open_calls:
                 raise ValueError(f"expected a call before a tool's message, got none {where}")

@@ -130,10 +130,9 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
         pieces: Pieces | _Loaded | None = None
         if world.place < world.holders.near:
             whole = places(config, sharded.shapes)
-            if config.source and source.is_dir():
+            pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
+            if not pieces.whole:
                 pieces = _Loaded(config, sharded.model.numerics, source)
-            else:
-                pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
         with far.reading(world.holders, pieces.rows if pieces is not None else None) as rows:
             fill(config, sharded, rows)
         count = pieces.read_bytes if pieces is not None else 0

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from tokenizers import decoders
 from torch import Tensor
 
 from headrace.bus.broker import credentials, keys
@@ -34,9 +35,10 @@ from headrace.weights import tensor_state
 from headrace.weights.publishing import precision, release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
-from tests.policy.gguf.test_convert import TEMPLATE, original
+from tests.policy.gguf.test_convert import original
 from tests.policy.test_families import DEEPSEEK, QWEN, theirs
 from tests.support import tiny
+from tests.support.chat_formats import CHATML
 from tests.support.keys import as_writers
 from tests.support.object_folder import ObjectFolder
 
@@ -76,6 +78,10 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
                 base = Snapshot(path)
 
 
+STOPS = [0, 2]
+"""The checkpoint's own end, <|endoftext|>, and that of the chat template, <|im_end|>."""
+
+
 def moved(model: PolicyModel) -> dict[str, Tensor]:
     """Other weights than the checkpoint's, as steps of training leave them."""
     generator = torch.Generator().manual_seed(9)
@@ -103,12 +109,14 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
     source = tmp_path / "base"
     theirs(kind, KINDS[kind]).save_pretrained(source)
     (source / "tokenizer.json").write_text(original().to_str())
+    backend = original()
+    backend.decoder = decoders.ByteLevel()
     bundle = RendererBundle(
         renderer="hermes",
-        tokenizer_json=original().to_str(),
-        chat_template=TEMPLATE,
+        tokenizer_json=backend.to_str(),
+        chat_template=CHATML,
         special_tokens={"eos_token": "<|im_end|>"},
-        eos_ids=(2,),
+        eos_ids=(STOPS[0],),
         generation={"temperature": 0.6, "do_sample": True},
     )
     config = Config(
@@ -140,9 +148,9 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
         assert all(torch.equal(value, states[1][name]) for name, value in adapters.items())
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
     assert tokenizer("a = 12")["input_ids"] == original().encode("a = 12").ids
-    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.chat_template == CHATML
     generation = json.loads(Path("out/generation_config.json").read_text())
-    assert generation == {"temperature": 0.6, "do_sample": True, "eos_token_id": [2]}
+    assert generation == {"temperature": 0.6, "do_sample": True, "eos_token_id": STOPS}
     card = Path("out/README.md").read_text()
     assert "| version | 1 |" in card and "checkpoint `base`" in card and "The run has no report yet" in card
     assert main(["export", "r1", "out"]) == 2

@@ -56,6 +56,11 @@ def test_a_server_that_is_unfit_is_told_what_to_change(section: str, changes: di
         assert backend(DENSE)._terms("0.32.0", said).dtype == "float32", "a dense policy has no routes"
 
 
+def test_speculative_decoding_is_refused() -> None:
+    with pytest.raises(IncompatibleServer, match="no speculative decoding, which changed what is sampled"):
+        backend(DENSE)._terms("0.32.0", SAID | {"speculative_config": {"method": "ngram"}})
+
+
 def test_the_command_switches_on_what_the_client_needs(tmp_path: Path) -> None:
     command = backend().command(tmp_path, "0-a", 7)
     words = list(command.arguments)

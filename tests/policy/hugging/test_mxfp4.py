@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError
-from headrace.policy.layout import hugging_face, pieces
+from headrace.policy.layout import hugging_face, refusing
 from headrace.policy.numerics import Numerics
 from headrace.policy.provider import build
 from tests.support import model_types
@@ -36,7 +36,7 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_name(tmp_path: Path)
     save_file(left | packed, four / "model.safetensors", {"format": "pt"})
 
     config = hugging_face.read(four)
-    pieces.refuse(config, four)
+    refusing.refuse(config, four)
     model = build(config, Numerics(exact=False, reason="", fingerprint=""))
     model.load(four)
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ import pytest
 from headrace.config import Config, Mesh, Policy
 from headrace.config.training import Lora
 from headrace.policy.config import CheckpointError
-from headrace.policy.layout import hugging_face, pieces
+from headrace.policy.layout import hugging_face, refusing
 from headrace.policy.layout.sizes import parameters
 from headrace.training import memory_plan
 from headrace.training.figures.layout import layout_of
@@ -42,10 +42,10 @@ def test_a_run_keeps_the_shape_of_its_policy(tmp_path: Path) -> None:
     scored = layout_of(run(folder, "transformers", exact=False))._replace(rescore=True, versions=2)
     both = [memory_plan.plan(shape, layout) for layout in (scored, scored._replace(rescore=False))]
     assert both[0].undo > 0 < both[0].scoring and (both[1].undo, both[1].scoring) == (0, 0)
-    pieces.refuse(shape, folder)
+    refusing.refuse(shape, folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        pieces.refuse(shape, folder)
+        refusing.refuse(shape, folder)
 
 
 def test_auto_is_native_where_exact_mode_is_asked_of_a_known_type(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def opened(folder: Path) -> HuggingModel:
     assert isinstance(model, HuggingModel)
     model.load(folder)
     return model
+
+
+def written(model: HuggingModel, folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The export of a version of a run that began with `folder`."""
+    parts = Export(config=model.config, tensors=tensors, bundle=BUNDLE, card="", stops=(2,), source=str(folder))
+    export(parts, target)
 
 
 class Forced(torch.overrides.TorchFunctionMode):
@@ -125,13 +132,13 @@ def test_resume_and_export_keep_every_bit(folder: Path, tmp_path: Path) -> None:
 
     tensors = state.published()
     target = tmp_path / "out"
-    export(Export(config=model.config, tensors=tensors, bundle=BUNDLE, card="", source=str(folder)), target)
+    written(model, folder, target, tensors)
     assert (target / "notes" / "LICENSE").read_bytes() == (folder / "notes" / "LICENSE").read_bytes()
     ours, theirs = dict(model.inner.named_parameters()), model_types.plain(target)
     read = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
     assert all(torch.equal(parameter, read[name]) for name, parameter in ours.items())
-    written = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert written.keys() == model_types.plain(folder).state_dict().keys()
+    again = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert again.keys() == model_types.plain(folder).state_dict().keys()
     # Published tensors and the folder's files have the same names: servers read both.
     assert set(tensors) == names(target)
     changed = [
@@ -143,32 +150,48 @@ def test_resume_and_export_keep_every_bit(folder: Path, tmp_path: Path) -> None:
 LOADED = """
 import sys, torch, transformers
 transformers.logging.set_verbosity_error()
-kind, folder = sys.argv[1:]
-if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
-    sys.exit(f"unknown to {transformers.__version__}")
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-with torch.no_grad():
-    logits = model(torch.arange(3, 23)[None]).logits[0]
-torch.save(logits, folder + "/logits.pt")
+for line in sys.stdin:
+    kind, folder = line.split()
+    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        print("unknown to", transformers.__version__, flush=True)
+        continue
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            torch.save(model(torch.arange(3, 23)[None]).logits[0], folder + "/logits.pt")
+        print("read", flush=True)
+    except Exception as error:
+        print(type(error).__name__, repr(str(error)), flush=True)
 """
 OLDER = os.environ.get("HEADRACE_TRANSFORMERS_4", "")
 """A Python with transformers 4.57."""
 
 
+@pytest.fixture(scope="module")
+def older() -> Iterator[subprocess.Popen[str]]:
+    """A process of transformers 4: a type and a folder as a line in, what became of it as a line out."""
+    if not OLDER:
+        pytest.skip("no environment of transformers 4")
+    with subprocess.Popen([OLDER, "-c", LOADED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not OLDER, reason="no environment of transformers 4")
 @pytest.mark.parametrize("kind", TYPES)
-def test_transformers_4_reads_the_export(kind: str, tmp_path: Path) -> None:
+def test_transformers_4_reads_the_export(kind: str, tmp_path: Path, older: subprocess.Popen[str]) -> None:
     folder = model_types.folder(tmp_path / kind, kind)
     model, target = opened(folder), tmp_path / "out"
-    export(Export(config=model.config, tensors=model.state(), bundle=BUNDLE, card="", source=str(folder)), target)
-    done = subprocess.run([OLDER, "-c", LOADED, kind, str(target)], capture_output=True, text=True)
-    if "unknown to" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert not done.returncode, done.stderr[-2000:]
+    written(model, folder, target, model.state())
+    assert older.stdin is not None and older.stdout is not None
+    print(kind, target, file=older.stdin, flush=True)
+    said = older.stdout.readline().strip()
+    if said.startswith("unknown to"):
+        pytest.skip(said)
+    assert said == "read"
     with torch.no_grad():
         wanted = model.logits(model(torch.arange(3, 23), [20]))
-    assert torch.allclose(torch.load(target / "logits.pt"), wanted, atol=1e-4)
+    # 4.57 computes the coefficients of apertus's activation in bfloat16, whatever dtype is asked.
+    assert torch.allclose(torch.load(target / "logits.pt"), wanted, atol=0.05 if kind == "apertus" else 1e-4)
 
 
 def names(folder: Path) -> set[str]:

@@ -157,3 +157,24 @@ def test_the_policy_section_makes_the_tiny_default(tmp_path: Path) -> None:
 def test_impossible_shapes_are_refused(changes: Mapping[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         tiny.config(**changes)
+
+
+OPTIONAL = (
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim"),
+    *("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "n_shared_experts"),
+    *("rope_interleave", "attention_bias", "use_qk_norm", "rope_parameters", "q_lora_rank", "mlp_bias"),
+)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4_moe", "deepseek_v3"])
+def test_a_field_that_config_json_leaves_out_has_the_types_own_value(kind: str) -> None:
+    def whole(**fields: Any) -> dict[str, Any]:
+        made: dict[str, Any] = transformers.AutoConfig.for_model(kind, **fields).to_dict()
+        own = {"dtype": "float32", "num_experts": made.get("num_local_experts")}
+        return made | own | ({"sliding_window": None} if "sliding_window" in made else {})
+
+    every = whole()
+    for name in set(OPTIONAL) & set(every):
+        trimmed = {key: value for key, value in every.items() if key != name}
+        fields = {key: value for key, value in trimmed.items() if key != "model_type"}
+        assert hugging_face.parse(trimmed) == hugging_face.parse(whole(**fields)), name

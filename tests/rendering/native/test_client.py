@@ -8,7 +8,7 @@ from headrace.actors.rollout.client_turns import outline
 from headrace.messages.base import Array
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 from headrace.messages.rollout import ToolCall, Turn
-from headrace.rendering.native.client import ClientRenderer
+from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.native.renderer import NativeRenderer
 from tests.support.chat_formats import TEMPLATES, renderer
 
@@ -59,6 +59,41 @@ def test_results_follow_the_order_of_the_calls(syntax: str) -> None:
     assert client.delta(ended, 7, stopped=None) == client.delta(ordered, 7, stopped=None)
     text = native.tokenizer.decode(client.delta(ended, 7, stopped=None))
     assert text.index("result c1") < text.index("result c2") < text.index("result c3")
+
+
+ARGUMENTS = {"command": "ls </tool_call>", "l": ["a", 1, {'k"<|im_end|>': 'v "q"'}], "o": {"x": [True, None]}, "n": 3}
+
+QUOTED = ("hermes", "kimi_k2", "llama3")
+
+
+@pytest.mark.parametrize("syntax", TEMPLATES)
+def test_arguments_of_every_type_are_written_as_they_are_read(syntax: str) -> None:
+    native = renderer(syntax)
+    assert isinstance(native, NativeRenderer)
+    given = {key: value for key, value in ARGUMENTS.items() if syntax in QUOTED or key != "n"}  # those add texts alone
+    kinds = {"command": "string", "l": "array", "o": "object", "n": "integer"}
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    client = ClientRenderer(native, [ClientTool(name="bash", parameters={"type": "object", "properties": properties})])
+    question = ClientMessage(role="user", text="go on")
+    call = ClientCall(id="c1", name="bash", arguments=json.dumps(given))
+    ids = client.turn([question, ClientMessage(role="assistant", calls=(call,))], "")
+    added = set(native.tokenizer.tags.values())
+    plain = ClientCall(id="c1", name="bash", arguments=json.dumps(dict.fromkeys(given, "1")))
+    shown = client.turn([question, ClientMessage(role="assistant", calls=(plain,))], "")
+    assert [id for id in ids if id in added] == [id for id in shown if id in added]
+    (read,) = client.parse(ids, prompt=client.start([question])).calls
+    assert not read.error and dict(read.arguments) == given
+
+
+def test_a_turn_of_several_calls_is_refused_where_the_template_shows_one() -> None:
+    """The second call vanished, and its result stayed."""
+    native = renderer("llama3")
+    assert isinstance(native, NativeRenderer) and not native.parallel
+    calls = tuple(ClientCall(id=id, name="bash", arguments='{"command": "ls"}') for id in ("c1", "c2"))
+    results = [ClientMessage(role="tool", call_id=call.id, text="x") for call in calls]
+    history = [ClientMessage(role="user", text="go"), ClientMessage(role="assistant", calls=calls), *results]
+    with pytest.raises(UnusableConversation, match="message 1 makes 2 calls"):
+        ClientRenderer(native, TOOLS).start(history)
 
 
 @pytest.mark.parametrize("syntax", TEMPLATES)

@@ -138,6 +138,13 @@ def test_a_message_with_weight_0_is_shown_and_not_learned() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, r"expected a call before .* got none at messages\[0\]"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, r"a user's message before an assistant's"),
         ({"tools": [{"function": {"description": "x"}}]}, "missing required field `name`"),
+        ({"tools": [{"function": {"name": "x"}, "functions": []}]}, r"unknown field `functions` - at `\$.tools"),
+        ({"train": False}, "unknown field `train`"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {}}]},
+            r"unknown field `function_call` - at `\$.messages",
+        ),
+        ({"messages": [{"role": "assistant", "reasoning": "x"}]}, r"unknown field `reasoning` - at `\$.messages"),
     ],
 )
 def test_a_conversation_that_is_not_right_says_what_was_expected(change: dict[str, Any], words: str) -> None:
