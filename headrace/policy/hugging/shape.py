@@ -21,8 +21,7 @@ def read(raw: dict[str, Any], dtype: Dtype) -> PolicyConfig:
     method = (raw.get("quantization_config") or {}).get("quant_method")
     if "quantization_config" in raw and method != "mxfp4" and block_fp8.blocks(raw) is None:
         raise CheckpointError(
-            f"quant_method {method!r} is not trained by the provider transformers; take the "
-            "checkpoint in bfloat16"
+            f"quant_method {method!r} is not trained by the provider transformers; take the checkpoint in bfloat16"
         )
     source = json.dumps({key: value for key, value in raw.items() if key != "quantization_config"})
     model = library.skeleton(source, {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
