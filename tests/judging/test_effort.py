@@ -42,9 +42,3 @@ async def test_the_kinds_of_an_attempt_have_the_weights_of_the_configuration() -
 def test_what_cannot_work_is_refused(text: str, says: str) -> None:
     with pytest.raises(PluginError, match=says):
         Rewarder.of(parse(f"[algorithm.options.reward]\n{text}\n"))
-
-
-def test_former_keys_of_the_algorithm_are_options_of_the_built_in_reward() -> None:
-    moved = parse("[algorithm]\nlength_penalty = 0.5\ntodo_penalty = 1.0\n[algorithm.options.reward]\nlength_k = 1.0\n")
-    assert moved.algorithm.options.reward == {"length_penalty": 0.5, "todo_penalty": 1.0, "length_k": 1.0}
-    assert parse("[algorithm]\nlength_penalty = 0.0\nreward = 'a:b'\n").algorithm.options.reward == {}
