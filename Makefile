@@ -171,7 +171,7 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
 	@touch $@
 
-first-token: setup $(SGLANG)/.installed ## the first token through the gateway beside a real SGLang server's own, 16 and 256 clients (minutes)
+first-token: setup $(SGLANG)/.installed ## the first token through the gateway and directly from a real SGLang server, 16 and 256 clients (minutes)
 	$(BIN)/python -m benchmarks.first_token --clients 16 --beside $(SGLANG)/bin/python
 	$(BIN)/python -m benchmarks.first_token --clients 256 --turns 4 --beside $(SGLANG)/bin/python
 

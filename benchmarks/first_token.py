@@ -165,7 +165,7 @@ async def staged(broker: Server, folder: Path, shape: Policy) -> None:
         await admin.publish(EVENT.at(run=RUN, actor="weight_sync", type="weights_staged"), message)
 
 
-def engine_of(beside: str, folder: Path) -> Engine:
+def engine_of(beside: str) -> Engine:
     """The embedded engine, or SGLang on this machine's processor. beside: the interpreter of SGLang's environment."""
     if not beside:
         return Engine()
@@ -174,7 +174,7 @@ def engine_of(beside: str, folder: Path) -> Engine:
         kind="sglang",
         exact=False,
         max_batch=MOST,
-        options={"python": str(Path(beside).absolute()), "args": [*args], "stage_dir": str(folder)},
+        options={"python": str(Path(beside).absolute()), "args": [*args]},
     )
 
 
@@ -186,7 +186,7 @@ async def measure(clients: int, turns: int, beside: str, folder: Path) -> Figure
         turns_at_once=2 * MOST,
         limits=AgentLimits(max_turn_tokens=LONG, context_tokens=2048),
     )
-    engine = engine_of(beside, folder)
+    engine = engine_of(beside)
     config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production, engine=engine)
     (folder / "runs" / RUN).mkdir(parents=True)
     log = folder / "first.jsonl"

@@ -7,7 +7,7 @@ the engine, those of the abuser after a minute, others at once. Each kind of mis
 1,024 slow turns at once; turns whose clients leave after 20 ms; repeats of one turn
 (`Idempotency-Key`); bodies of 100 MB; paths that leave their folder, user ids with dots and line ends, ids of another
 tenant. Meanwhile `GOOD` clients of another tenant ask for turns and read agents, one request after another. Their
-latency is compared with that of the same clients before and after; `gateway_busy` is the share of a processor that the
+latency is compared with their own before and after; `gateway_busy` is the share of a processor that the
 gateway takes. All processes share the cores. Connections
 that never send a request are the business of the proxy in front.
 """

@@ -67,7 +67,7 @@ async def loaded(urls: list[str], key: str, seconds: float) -> list[int]:
 
 
 async def measure(seconds: float, folder: Path) -> Figures:
-    """Run the processes: first the clients of one gateway, then those of both."""
+    """Run the processes: first the clients of one gateway, then the clients of both."""
     processes: list[asyncio.subprocess.Process] = []
     async with Server(folder / "broker") as broker:
         async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:

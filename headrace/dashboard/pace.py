@@ -1,7 +1,7 @@
 """How long a run still takes, from what it has done.
 
-The unit is an attempt: those of the steps and those of the evaluations take about as long. Before the first ones end,
-mid-training tells how fast the machine is; that is known for the policy that headrace makes itself, and for no other.
+The unit is an attempt: attempts of steps and of evaluations take about as long. Before the first ones end, mid-training
+tells how fast the machine is. The factor between the two is known for headrace's own small policy alone.
 """
 
 from collections.abc import Collection

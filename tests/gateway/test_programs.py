@@ -69,7 +69,7 @@ class Client(NamedTuple):
     turns: Sequence[Said]
     """The policy's answers."""
     mark: str = '"name": "write"'
-    """Text in the prompts of the conversation that writes the files; a program may have others beside it."""
+    """Text in the prompts of the conversation that writes the files; a program may have further ones."""
     env: Callable[[str, str], dict[str, str]] = lambda url, key: {}
     answer: str = '{"files": ["a.txt", "b.txt"]}'
     """To its other conversations."""
@@ -267,7 +267,7 @@ class Served(NamedTuple):
     key: str
     observer: Bus
     people: set[str]
-    """The users that requests named; empty for that of the key."""
+    """The users that requests named; empty for the key's own."""
     names: set[str]
     """The sessions as the program's own headers name them."""
 

@@ -65,7 +65,7 @@ def free_port() -> int:
 
 
 def nginx(folder: Path, port: int, upstream: str, read_s: int = 900) -> list[str]:
-    """read_s: after so many seconds without a byte from the gateway the proxy ends the answer."""
+    """read_s: seconds without a byte from the gateway after which the proxy ends the answer."""
     pair = trustme.CA().issue_cert(NAME)
     (folder / "chain.pem").write_bytes(b"".join(part.bytes() for part in pair.cert_chain_pems))
     (folder / "key.pem").write_bytes(pair.private_key_pem.bytes())

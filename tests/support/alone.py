@@ -28,4 +28,4 @@ def open_alone(name: str, root: Path) -> Alone:
 
 
 SUITES: dict[str, object] = {f"tasks.{key}": f"{__name__}:open_alone/{key}" for key in ("suite", "heldout", "unseen")}
-"""Settings of a run with such suites, beside `tasks.uncertified`."""
+"""Settings of a run with such suites; it needs `tasks.uncertified` as well."""

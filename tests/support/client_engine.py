@@ -28,10 +28,10 @@ class Play:
     """A script that is played, and what was asked."""
 
     def __init__(self, script: Script, held: int | None = None) -> None:
-        """held: the first turn stops after so many ids until it is cut; None: it does not."""
+        """held: number of ids after which the first turn stops until it is cut; None: it does not."""
         self.script, self.held = script, held
         self.sessions: list[str] = []
-        """Of every turn of the script; that of the cut turn is the first."""
+        """Of every turn of the script; the cut turn's is the first."""
         self.begun, self.cut = asyncio.Event(), asyncio.Event()
 
 

@@ -1,4 +1,4 @@
-"""The processes of a deployment: those of [processes], each with its command, and what it needs of its host.
+"""The processes of a deployment, made from [processes]: each has its command and what it needs of its host.
 
 A version is a file, so its readers must share files with its writer: the sender goes where the trainer is, and a
 receiver goes where rollout actors are. A process with both is therefore two here.

@@ -71,7 +71,7 @@ def merge(folder: Path, target: Path, base: Path | None = None) -> int:
 def _changed(name: str, tensor: Tensor, left: dict[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """A tensor of the checkpoint with its change, which is taken out of `left`."""
     module, _, kind = name.rpartition(".")
-    for whole in (name, f"{module}.base_layer.{kind}"):  # trained whole, as a head is; or saved beside its change
+    for whole in (name, f"{module}.base_layer.{kind}"):  # trained whole, such as a head; or saved with its change
         if whole in left:
             tensor = _fitting(name, tensor, left.pop(whole)).to(tensor.dtype)
     for first, second in (("lora_A.weight", "lora_B.weight"), _EMBEDDING):

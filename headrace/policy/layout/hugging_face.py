@@ -77,7 +77,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,
 }
-"""By model type: the value of a field that config.json leaves out, where it is not the one of `_READERS`: that of
+"""By model type: the value of a field that config.json leaves out, where it is not the one of `_READERS`, from
 transformers' own class."""
 
 

@@ -79,7 +79,7 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
 
 
 STOPS = [0, 2]
-"""The checkpoint's own end, <|endoftext|>, and that of the chat template, <|im_end|>."""
+"""The checkpoint's own end, <|endoftext|>, and the chat template's, <|im_end|>."""
 
 
 def moved(model: PolicyModel) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Each node has a slurmd in a network of its own with a host name of its own, and both reach each other by a bridge. They
 and slurmctld are in one namespace of processes and one outer network, so their fixed ports collide with nothing and all
-of them end with the test. Both nodes see the job's folder, as those of a cluster do.
+of them end with the test. Both nodes see the job's folder, as in a cluster.
 """
 
 import json

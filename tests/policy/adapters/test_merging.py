@@ -1,4 +1,4 @@
-"""A PEFT folder as the start of a run: the merged checkpoint computes what the adapter computes beside its base."""
+"""A PEFT folder as the start of a run: the merged checkpoint computes what base and adapter compute together."""
 
 import json
 from pathlib import Path
