@@ -49,6 +49,15 @@ async def collected(run: WeightRun, version: int) -> None:
                 return
 
 
+async def with_full_snapshot(run: WeightRun, version: int) -> None:
+    """Wait until the manifest of a version's full snapshot follows the one of its delta."""
+    stored = 0
+    async for _ in run.bus.follow("HR_WEIGHTS", WEIGHT_MANIFEST.at(run=run.id, version=version)):
+        stored += 1
+        if stored == 2:
+            return
+
+
 async def test_old_chains_are_collected_as_full_snapshots_are_published(connect: Connect, tmp_path: Path) -> None:
     run = await WeightRun(connect, tmp_path, anchor_every=1, collect_chains=2).open()
     run.tensors = model(wide=2000)
@@ -107,6 +116,7 @@ async def test_the_payloads_of_large_manifests_go_with_them(connect: Connect, tm
         await run.train(version)
         await within(PATIENCE_S, run.event("published", f"version {version}:"))
     await within(PATIENCE_S, collected(run, 1))
+    await within(PATIENCE_S, with_full_snapshot(run, 4))  # a sender that ends before leaves a payload without a record
     await run.close()
     left = set(await run.bus.subjects("HR_BLOB", "hr.blob.>")) - set(before)
     assert left == await payloads() and len(left) >= 6
