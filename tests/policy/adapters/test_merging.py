@@ -49,7 +49,7 @@ def adapter(folder: Path, base: Path, **changes: Any) -> dict[str, Tensor]:
 
 
 def beside(base: Path, tensors: dict[str, Tensor], root: bool) -> Tensor:
-    """Logits of transformers with the adapter's products added to those of its modules."""
+    """Logits of transformers with the adapter's products added to the products of its modules."""
     model = model_types.plain(base)
     model.get_submodule(NORM).weight.data = tensors[f"{NORM}.weight"]
     scales = {MLP: 6.0 / (2 if root else 4), ATTENTION: 3.0 / (2**0.5 if root else 2)}
