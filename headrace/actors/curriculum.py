@@ -38,7 +38,7 @@ from headrace.messages.ledger import (
     StalenessBound,
     admission_key,
 )
-from headrace.messages.operations import DeadLetter
+from headrace.messages.operations import LAST_PHASE, LEARNING, DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -184,7 +184,7 @@ class Curriculum(Actor):
             await self._first_version()
         if self.config.evaluation.before:
             await self._ask(training.evaluations(self.config, self.run, "before", 0))
-        await self.event("phase", "reinforcement learning", steps=self.state.steps)
+        await self.event("phase", LEARNING, steps=self.state.steps)
         open_slots = [slot for group in self.state.open.values() for slot in group.slots.values()]
         await self._issuer.request([slot.last.issued for slot in open_slots])
         while True:
@@ -195,7 +195,7 @@ class Curriculum(Actor):
             if finished(self.state, self.rules):
                 break
             await self._wait()
-        await self.event("phase", "final evaluation")
+        await self.event("phase", LAST_PHASE)
         if self.config.evaluation.after:
             await self._ask(training.evaluations(self.config, self.run, "after", self.state.steps))
         while self._served < self.state.steps:  # wait, because the end of the run also ends the weight sender

@@ -9,14 +9,13 @@ from time import monotonic
 
 from headrace.config import Config
 from headrace.ledger.training import evaluation_ids, evaluations
+from headrace.messages.operations import LAST_PHASE, LEARNING, MID_TRAINING
 
 ATTEMPT_TOKENS = 2300
 """Tokens of mid-training that take as long as an attempt at a generated task by the default policy. Source: two runs of
 `make demo` on two cores, 2,050 and 2,560."""
 FIRST = 64
 """Attempts after which their own pace counts."""
-MID_TRAINING, LEARNING, LAST_PHASE = "mid-training", "reinforcement learning", "final evaluation"
-"""Phases of a run by the text of the event with which each begins."""
 
 
 class Pace:

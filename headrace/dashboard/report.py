@@ -13,11 +13,11 @@ import msgspec
 from headrace.config import Config, MidTraining
 from headrace.dashboard import errors
 from headrace.dashboard.efficiency import RunEfficiency, of_run
-from headrace.dashboard.pace import LAST_PHASE, LEARNING, MID_TRAINING
 from headrace.dashboard.records import RunRecords
 from headrace.dashboard.watch import Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
+from headrace.messages.operations import LAST_PHASE, LEARNING, MID_TRAINING
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import Role
 from headrace.messages.training import EngineMismatch, StepDone

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.dashboard.pace import LAST_PHASE, LEARNING, MID_TRAINING, Pace
+from headrace.dashboard.pace import Pace
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.operations import Event, Heartbeat, Metric
+from headrace.messages.operations import LAST_PHASE, LEARNING, MID_TRAINING, Event, Heartbeat, Metric
 from headrace.messages.training import StepDone, StepFailed
 
 FINISHED = "run_finished"

@@ -6,6 +6,9 @@ from msgspec import Meta
 
 from headrace.messages.base import Amount, Count, Finite, Message, Share, message
 
+MID_TRAINING, LEARNING, LAST_PHASE = "mid-training", "reinforcement learning", "final evaluation"
+"""The text of the event `phase` with which a phase of a run begins."""
+
 
 @message("event")
 class Event(Message, frozen=True, kw_only=True):

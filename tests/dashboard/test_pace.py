@@ -5,7 +5,8 @@ import pytest
 from headrace.config import Config, Curriculum, Evaluation, MidTraining
 from headrace.config.policy import Policy
 from headrace.dashboard import pace
-from headrace.dashboard.pace import ATTEMPT_TOKENS, LAST_PHASE, LEARNING, MID_TRAINING, Pace
+from headrace.dashboard.pace import ATTEMPT_TOKENS, Pace
+from headrace.messages.operations import LAST_PHASE, LEARNING, MID_TRAINING
 
 RUN = Config(
     mid_training=MidTraining(tokens=1_000_000),

@@ -7,9 +7,8 @@ import pytest
 
 from headrace.bus.connection import Bus
 from headrace.config import Config, Curriculum
-from headrace.dashboard.pace import LAST_PHASE, LEARNING
 from headrace.dashboard.watch import GAUGE_S, Watch
-from headrace.messages.operations import Event, Metric
+from headrace.messages.operations import LAST_PHASE, LEARNING, Event, Metric
 
 
 def observed(watch: Watch, *phases: tuple[str, int | None]) -> None:

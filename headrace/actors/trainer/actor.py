@@ -31,6 +31,7 @@ from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.messages.ledger import Fence
+from headrace.messages.operations import MID_TRAINING
 from headrace.messages.subjects import STEP
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.config import CheckpointError
@@ -130,7 +131,7 @@ class Trainer(Actor):
         folder = self.folder / "checkpoints"
         await resume.choose(self, folder)
         if not (folder / "checkpoint.safetensors").exists():
-            await self.event("phase", "mid-training")
+            await self.event("phase", MID_TRAINING)
         self.status = "preparing"
 
         base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)

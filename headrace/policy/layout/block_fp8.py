@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
         return slice(first // self.rows, -(-(first + count) // self.rows))
 
     def widened(self, weight: "Tensor", factors: "Tensor", first: int, dtype: "torch.dtype") -> "Tensor":
-        """Rows of a matrix, of which the first has number `first`, with their rows of factors, in `dtype`."""
+        """Rows from `first` on as numbers of `dtype`: weight [n, K] in eight bits times its rows of factors."""
         import torch  # here, so that a plan or a command reads a shape without torch
 
         row = (torch.arange(len(weight)) + first) // self.rows - first // self.rows

@@ -2,7 +2,7 @@
 
 The idea: each process of a trainer reads the rows that it holds. A row range of a Hugging Face tensor is a range of its
 first dimension in the file as well, also where the file has weights in eight bits (elements and scales, or blocks
-and their factors). One file at a time is mapped, of which the rows alone are read.
+and their factors). One file at a time is mapped, and only the wanted rows of it are read.
 """
 
 from collections.abc import Mapping
