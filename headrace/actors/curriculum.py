@@ -347,12 +347,9 @@ class Curriculum(Actor):
             await state.put(admission_key(self.run), self._admission)
 
     def _own_evaluations(self) -> list[str]:
-        section = self.config.evaluation
-        before = list(training.evaluations(self.config, self.run, "before", 0)) if section.before else []
-        after = list(training.evaluations(self.config, self.run, "after", 0)) if section.after else []
         during = training.evaluation_ids(self.config, self.state.steps)
         requested = [id for id in during if id in self._evaluations]
-        return [*(request.id for request in (*before, *after)), *requested]
+        return [*(request.id for request in training.own_evaluations(self.config, self.run)), *requested]
 
     async def _measure_served(self) -> None:
         """Request the evaluations that are due during training. Only the end of the run waits for their results."""

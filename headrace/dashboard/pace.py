@@ -8,7 +8,7 @@ from collections.abc import Collection
 from time import monotonic
 
 from headrace.config import Config
-from headrace.ledger.training import evaluation_ids, evaluations
+from headrace.ledger.training import evaluation_ids, own_evaluations
 from headrace.messages.operations import LAST_PHASE, LEARNING, MID_TRAINING
 
 ATTEMPT_TOKENS = 2300
@@ -64,8 +64,4 @@ class Pace:
 def _evaluation_sizes(config: Config) -> dict[str, int]:
     """The number of tasks of every evaluation of a run by its id."""
     sizes = dict.fromkeys(evaluation_ids(config, config.curriculum.steps), config.evaluation.every_tasks)
-    if config.evaluation.before:
-        sizes |= {request.id: request.tasks for request in evaluations(config, "", "before", 0)}
-    if config.evaluation.after:
-        sizes |= {request.id: request.tasks for request in evaluations(config, "", "after", 0)}
-    return sizes
+    return sizes | {request.id: request.tasks for request in own_evaluations(config, "")}

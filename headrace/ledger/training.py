@@ -166,3 +166,12 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
                     reason=reason,
                     seed=config.run.seed,
                 )
+
+
+def own_evaluations(config: Config, run: str) -> list[EvalRequest]:
+    """The evaluations for whose results every run of this configuration waits: before and after training. Each
+    request names version 0."""
+    section = config.evaluation
+    before = evaluations(config, run, "before", 0) if section.before else ()
+    after = evaluations(config, run, "after", 0) if section.after else ()
+    return [*before, *after]
