@@ -33,7 +33,7 @@ TRL     := .cache/trl
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size size-path
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -232,6 +232,9 @@ format: setup ## apply ruff's fixes and format
 
 size: setup ## lines of code by concern
 	@$(BIN)/python docs/size.py
+
+size-path: setup ## files that a step and a version run through
+	@$(BIN)/python -m docs.size_path
 
 docs: setup ## write the generated pages (messages.md, modules.md and errors.md are not committed) and record new messages' bytes
 	@for page in subjects configuration listeners request_keys messages modules errors readme; do $(BIN)/python docs/$$page.py || exit 1; done
