@@ -237,7 +237,7 @@ size-path: setup ## files that a step and a version run through
 	@$(BIN)/python -m docs.size_path
 
 docs: setup ## write the generated pages (messages.md, modules.md and errors.md are not committed) and record new messages' bytes
-	@for page in subjects configuration listeners request_keys messages modules errors readme; do $(BIN)/python docs/$$page.py || exit 1; done
+	@for page in subjects configuration listeners request_keys commands messages modules errors evidence; do $(BIN)/python docs/$$page.py || exit 1; done
 	$(BIN)/python docs/messages.py --golden tests/messages/golden.json
 
 site: docs ## the site of docs/ in .cache/site
@@ -248,7 +248,7 @@ WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)
 	cd $(WEB) && npm ci --silent && npm run --silent build
 
-screenshots: setup ## pictures of every view of the newest run's live page, for docs/operating.md
+screenshots: setup ## pictures of the newest run's live page and curve, for README and docs/operating.md
 	$(BIN)/python docs/screenshots.py latest docs/images
 
 browser: ## Debian's chromium, for the live page's tests (350 MB); they are skipped without it

@@ -1,4 +1,7 @@
-"""Takes a screenshot of every view of a run's live page (`make screenshots`). Needs Debian's chromium and its driver.
+"""Takes the pictures of README and of docs/operating.md from a finished run (`make screenshots`).
+
+Every view of its live page; for README the first view and the report's first curve, each in light and dark. Needs
+Debian's chromium and its driver.
 
 python docs/screenshots.py runs/latest docs/images
 """
@@ -12,6 +15,7 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from headrace.launch.page import read_place
@@ -35,6 +39,12 @@ def passed_attempt(url: str, key: str) -> str:
     return f"t/{best[0]['trajectory_seq']}" if best else ""
 
 
+def shown(driver: webdriver.Chrome) -> None:
+    """Wait until the live page shows its records and the charts' first frame."""
+    WebDriverWait(driver, 60).until(lambda page: page.execute_script(READY))
+    driver.execute_async_script("setTimeout(arguments[0], 800)")
+
+
 def main(run: str, out: Path) -> None:
     """Serve the run's page, and write a picture per view."""
     out.mkdir(parents=True, exist_ok=True)
@@ -55,13 +65,23 @@ def main(run: str, out: Path) -> None:
         options.add_argument(word)
     driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
     try:
-        driver.get(place.address())
+        for scheme in ("light", "dark"):
+            preference = {"name": "prefers-color-scheme", "value": scheme}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [preference]})
+            driver.get(place.users(minutes=10))
+            shown(driver)
+            driver.save_screenshot(str(out / f"live-{scheme}.png"))
+            driver.get((find(run).path / "report.html").resolve().as_uri())
+            curve = driver.find_element(By.TAG_NAME, "figure")
+            driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", curve)
+            curve.screenshot(str(out / f"curve-{scheme}.png"))
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        driver.get(place.users(minutes=10))
         for view in (*VIEWS, passed_attempt(place.page, place.key)):
             if view:
                 driver.get("about:blank")
                 driver.get(f"{place.page}#/{view}")
-                WebDriverWait(driver, 60).until(lambda page: page.execute_script(READY))
-                driver.execute_async_script("setTimeout(arguments[0], 800)")  # the charts' first frame
+                shown(driver)
                 name = "attempt" if view.startswith("t/") else view
                 driver.save_screenshot(str(out / f"{name}.png"))
     finally:

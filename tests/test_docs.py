@@ -41,10 +41,22 @@ def test_the_table_of_listeners_is_current() -> None:
     assert script("listeners").table() == (ROOT / "docs" / "listeners.md").read_text(), "run `make docs`"
 
 
-def test_the_list_of_keys_and_the_figures_of_the_readme_are_current() -> None:
-    configuration, readme = script("configuration"), script("readme")
+def test_keys_commands_and_figures_are_current() -> None:
+    configuration, commands, evidence = script("configuration"), script("commands"), script("evidence")
     assert configuration.page() == configuration.PAGE.read_text(), "run `make docs`"
-    assert readme.page() == readme.README.read_text(), "run `make docs`"
+    assert commands.page() == commands.PAGE.read_text(), "run `make docs`"
+    assert evidence.evidence() == evidence.PAGE.read_text(), "run `make docs`"
+    assert evidence.readme() == evidence.README.read_text(), "run `make docs`"
+
+
+def test_the_readme_fits_a_few_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    assert all(
+        (ROOT / "docs" / "images" / f"{part}-{scheme}.png").stat().st_size <= 400_000
+        for part in ("live", "curve")
+        for scheme in ("light", "dark")
+    )
 
 
 def test_files_that_documents_name_exist() -> None:

@@ -26,7 +26,7 @@ TEXTS = {
     "ssh -N -L 8090:": "needs an sshd",
 }
 """Starts of blocks that are neither commands nor settings."""
-UNTAGGED = {"README.md": 2, "architecture.md": 1}
+UNTAGGED = {"README.md": 1, "architecture.md": 1}
 """Pages with fenced blocks without a language: diagrams."""
 
 

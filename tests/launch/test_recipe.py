@@ -1,4 +1,4 @@
-"""README's recipe for several nodes, run literally: two groups of processes in two folders that share no run folder."""
+"""docs/nodes.md, a recipe for several nodes, run literally: two groups of processes in two folders that share no run folder."""
 
 import asyncio
 import json
@@ -43,14 +43,14 @@ after = false
 [production]
 enabled = false
 """
-"""What README leaves to the reader: a run that takes seconds, in the process backend."""
+"""The settings that the reader chooses: a run that takes seconds, in the process backend."""
 SECOND = ("weight_receiver", "environment")
 """First actors of the process groups that run on the second node."""
 
 
 def recipe(port: int, weights: Path) -> tuple[str, list[list[str]]]:
-    """x.toml, and the commands, of README's section, with a port of this machine and a folder for the bucket."""
-    text = (ROOT / "README.md").read_text().partition("## On several nodes")[2].partition("Actors register nowhere")[0]
+    """x.toml, and the commands, of the page, with a port of this machine and a folder for the bucket."""
+    text = (ROOT / "docs" / "nodes.md").read_text().partition("Actors register nowhere")[0]
     text = text.replace("10.0.0.1:4222", f"127.0.0.1:{port}").replace("-a 10.0.0.1 -p 4222", f"-a 127.0.0.1 -p {port}")
     assert "s3://weights/headrace" in text
     text = text.replace("s3://weights/headrace", str(weights))
