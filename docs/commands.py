@@ -15,6 +15,8 @@ HEAD = """\
 `headrace COMMAND --help` explains the arguments. A configuration is a TOML file, or several in order of precedence;
 `--set SECTION.KEY=VALUE` changes a key. RUN is a run's id, its folder, or `latest`.
 
+`source <(headrace --completion bash)` completes commands and options; zsh and fish have theirs.
+
 | exit code | meaning |
 |---|---|
 | 0 | success |

@@ -21,6 +21,8 @@ from inspect import isawaitable
 from types import ModuleType
 from typing import NoReturn
 
+import shtab
+
 from headrace import __version__
 from headrace.cli import (
     bus,
@@ -101,9 +103,16 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments. A process that runs several commands makes the parser once."""
     top = Parser(
-        prog="headrace", description="Reinforcement learning for coding agents, as actors on a NATS message bus."
+        prog="headrace",
+        description="RL for coding agents on a NATS bus. --completion SHELL completes commands.",
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
+    top.add_argument(
+        "--completion",
+        action=shtab.completion_action(top),
+        choices=("bash", "zsh", "fish"),
+        help=argparse.SUPPRESS,  # its width would move all other lines
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in MODULES:
         module.add(commands)
@@ -112,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Call the handler of the parsed command."""
-    from headrace.launch.output import complain
+    from headrace.launch.output import complain, end_progress
     from headrace.launch.session import looped
     from headrace.registry import admit
 
@@ -131,12 +140,11 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code
     except HeadraceError as error:
-        text, code = str(error), error.exit_status
-    except OSError as error:
-        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", MACHINE
-        _drop_unwritten()
-    complain(text)
-    return code
+        complain(str(error))
+        return error.exit_status
+    except OSError:
+        end_progress()
+        raise
 
 
 def _drop_unwritten() -> None:
@@ -177,6 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         sys.stderr.write(f"headrace: {plain(str(error))}\n")
         return error.exit_status
+    except OSError as error:
+        _drop_unwritten()
+        told = plain(f"{error.filename or 'this machine'}: {error.strerror or error}")
+        sys.stderr.write(f"headrace: {told}\n")
+        return MACHINE
     except KeyboardInterrupt:
         sys.stderr.write("headrace: interrupted\n")
         return 130

@@ -99,6 +99,28 @@ def test_a_broker_that_is_down_is_one_sentence_also_with_closed_streams(tmp_path
     assert done.stderr.startswith("headrace: ") or "headrace: " in done.stderr, done.stderr
 
 
+def test_a_reader_that_leaves_is_one_sentence(tmp_path: Path) -> None:
+    """`headrace ... | head -1`: the arguments' own texts are longer than a pipe holds only for the completions."""
+    line = f"{sys.executable} -m headrace.cli --completion bash | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout in ("0\n", "3\n") and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("headrace che", "check"), ("headrace tasks cer", "certify"), ("headrace check --exp", "--explain")],
+)
+def test_bash_completes_commands_and_options(words: str, offered: str, tmp_path: Path) -> None:
+    script = tmp_path / "completion.bash"
+    with script.open("w") as file:
+        subprocess.run([sys.executable, "-m", "headrace.cli", "--completion", "bash"], stdout=file, check=True)
+    count = len(words.split())
+    typed = f"COMP_WORDS=({words}); COMP_CWORD={count - 1}"
+    line = f"source {script}; {typed}; _shtab_headrace headrace; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [offered], done.stderr
+
+
 def leaves(commands: argparse.ArgumentParser) -> list[str]:
     """The commands without subcommands, each with its group before it."""
     names: list[str] = []
