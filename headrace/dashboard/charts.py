@@ -69,7 +69,8 @@ def line_chart(
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return LEFT + across * (end - LEFT), 12 + (1 - up) * (HEIGHT - BOTTOM - 12)
 
-    parts = [f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    parts = [f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"']
+    parts.append(f' aria-label="{escape(title)}">')
     for value in left_ticks:
         _, y = place(x_ticks[0], value, left_ticks)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -112,7 +113,7 @@ def busy_strips(rows: dict[str, Sequence[tuple[float, float]]], begin: float, en
     span = marks[-1]
     width = WIDTH - STRIP_LEFT - 14
     height = STRIP_HEIGHT * len(rows) + 22
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img">']
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Who worked when">']
     for row, (name, heartbeats) in enumerate(sorted(rows.items())):
         cells: dict[int, list[float]] = {}
         for moment, share in heartbeats:

@@ -250,7 +250,7 @@ def render(report: RunReport, watch: Watch, records: RunRecords, prompts: transc
     unseen = report.unseen_templates
     meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in GLOSSARY.items())
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>headrace {escape(report.run)}</title><style>{STYLE}</style>
+<meta name="viewport" content="width=device-width"><title>headrace {escape(report.run)}</title><style>{STYLE}</style><main>
 <h1>Run {escape(report.run)}</h1><p class="soft">{escape(report.finished)}, seed {report.seed}</p>
 <p class="verdict">{escape(summary.learnt(before, after))}</p>
 <p>{escape(facts(report, watch.config))} The {term("audit")} {balance}.
@@ -272,5 +272,5 @@ def render(report: RunReport, watch: Watch, records: RunRecords, prompts: transc
 <details><summary>Behaviour, time, memory and gradient over the steps</summary>{details(watch)}</details>
 <details><summary>CPU time per process</summary>{bars(report.cpu_s, "CPU-s")}</details>
 <details {"open" if report.errors else ""}><summary>Errors</summary>{errors.section(watch)}</details>
-<details><summary>report.json</summary><pre>{escape(everything)}</pre></details></html>
+<details><summary>report.json</summary><pre>{escape(everything)}</pre></details></main></html>
 """

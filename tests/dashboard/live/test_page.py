@@ -234,6 +234,35 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
     assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
 
 
+VIEWS = ("overview", "actors", "groups", "trajectories", "behaviour", "ledger", "letters", "regions", "feedback", "t")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_view_has_a_serious_fault_of_access(site: Site, browser: "webdriver.Chrome", scheme: str) -> None:
+    """Contrast, names of controls and pictures, keyboard: axe-core's rules."""
+    from selenium_axe_python import Axe
+
+    browser.set_script_timeout(PATIENCE_S)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    await asyncio.to_thread(browser.get, site.url)
+    await shows(browser, RUN, "live")
+    axe = Axe(browser)
+    await asyncio.to_thread(axe.inject)
+    serious = []
+    for view in VIEWS:
+        browser.execute_script("location.hash = arguments[0]", f"#/t/{site.seq}" if view == "t" else f"#/{view}")
+        await asyncio.to_thread(browser.execute_async_script, "requestAnimationFrame(() => setTimeout(arguments[0]))")
+        found = await asyncio.to_thread(axe.run)
+        serious += [
+            (view, fault["id"], fault["nodes"][0]["html"])
+            for fault in found["violations"]
+            if fault["impact"] in ("serious", "critical")
+        ]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert serious == []
+
+
 async def test_heartbeats_tell_the_use_of_every_node_and_what_an_actor_waits_for(
     site: Site, browser: "webdriver.Chrome"
 ) -> None:
