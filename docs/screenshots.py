@@ -22,7 +22,7 @@ from headrace.launch.page import read_place
 from headrace.launch.runs import find
 
 VIEWS = (
-    *("overview", "actors", "groups", "trajectories", "behaviour"),
+    *("overview", "steps", "actors", "groups", "trajectories", "behaviour"),
     *("ledger", "letters", "regions", "feedback", "scavenger"),
 )
 READY = (

@@ -250,8 +250,8 @@ def render(report: RunReport, watch: Watch, records: RunRecords, prompts: transc
     unseen = report.unseen_templates
     meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in GLOSSARY.items())
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>headrace {escape(report.run)}</title><style>{STYLE}</style><main>
-<h1>Run {escape(report.run)}</h1><p class="soft">{escape(report.finished)}, seed {report.seed}</p>
+<meta name="viewport" content="width=device-width"><title>headrace {escape(report.run)}</title><style>{STYLE}</style>
+<main><h1>Run {escape(report.run)}</h1><p class="soft">{escape(report.finished)}, seed {report.seed}</p>
 <p class="verdict">{escape(summary.learnt(before, after))}</p>
 <p>{escape(facts(report, watch.config))} The {term("audit")} {balance}.
 {term("staleness", "Staleness")}: {number(report.staleness_max)} of {report.ledger.staleness_bound}.

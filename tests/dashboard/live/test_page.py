@@ -234,7 +234,19 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
     assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
 
 
-VIEWS = ("overview", "actors", "groups", "trajectories", "behaviour", "ledger", "letters", "regions", "feedback", "t")
+VIEWS = (
+    "overview",
+    "steps",
+    "actors",
+    "groups",
+    "trajectories",
+    "behaviour",
+    "ledger",
+    "letters",
+    "regions",
+    "feedback",
+    "t",
+)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -410,3 +422,28 @@ async def test_the_first_screen_says_whether_it_learns_and_what_it_waits_for(
     wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
     assert not browser.execute_script(wide)
     browser.set_window_size(1280, 900)
+
+
+async def test_a_step_shows_who_waited_for_whom(site: Site, browser: "webdriver.Chrome") -> None:
+    """Two attempts of a batch: the trainer waited for the second one's score."""
+    waited = msgspec.structs.replace(
+        step(40), groups=("g000099",), efficiency=Efficiency(seconds={"batch": 6.0, "busy": 2.0}, wall_s=8.0)
+    )
+    async with writers(site) as bus:
+        for slot in (0, 1):
+            await bus.publish(s.LEDGER.at(run=RUN, group="g000099"), issued("g000099", 2, slot))
+        for slot in (0, 1):
+            await bus.publish(
+                s.SCORE.at(run=RUN, judge="judge", group="g000099"), score("g000099", slot, 900 + slot, slot == 0)
+            )
+        await bus.publish(s.STEP.at(run=RUN), waited)
+    await asyncio.to_thread(browser.get, site.url)
+    await shows(browser, "live")
+    browser.execute_script("location.hash = '#/steps/40'")
+    await shows(browser, "Step 40 took 8.0 s, and waited 6.0 s of it for its batch. The last attempt was g000099·1")
+    bars = browser.find_elements("css selector", ".timeline a.line")
+    assert [bar.get_attribute("class") for bar in bars] == ["line passed", "line failed"]
+    assert [part.get_attribute("class") for part in browser.find_elements("css selector", ".trainer i")] == [
+        "batch",
+        "busy",
+    ]

@@ -23,7 +23,7 @@ export const percent = (value) => (value === null || value === undefined || Numb
 export const span = (seconds) => {
   if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "–";
   if (seconds < 1) return `${(1000 * seconds).toFixed(0)} ms`;
-  if (seconds < 90) return `${seconds.toFixed(0)} s`;
+  if (seconds < 90) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
   if (seconds < 5400) return `${Math.floor(seconds / 60)} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
   return `${Math.floor(seconds / 3600)} h ${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")} min`;
 };

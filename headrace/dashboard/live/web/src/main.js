@@ -12,11 +12,12 @@ import { letters } from "./views/letters.js";
 import { overview } from "./views/overview.js";
 import { regions } from "./views/regions.js";
 import { scavenger } from "./views/scavenger.js";
+import { steps } from "./views/steps.js";
 import { trajectories } from "./views/trajectories.js";
 import { trajectory } from "./views/trajectory.js";
 
 const VIEWS = {
-  overview: ["Overview", overview], actors: ["Actors", actors], groups: ["Groups", groups],
+  overview: ["Overview", overview], steps: ["Steps", steps], actors: ["Actors", actors], groups: ["Groups", groups],
   trajectories: ["Trajectories", trajectories], behaviour: ["Behaviour", behaviour],
   ledger: ["Ledger", ledger], letters: ["Dead letters", letters], regions: ["Regions", regions], feedback: ["Feedback", feedback], scavenger: ["Scavenger", scavenger],
 };

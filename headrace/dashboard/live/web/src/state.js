@@ -26,6 +26,7 @@ const folds = {
     Object.assign(g, { lane: r.lane, index: r.index, size: r.group_size, task: task(r.task), time: g.time || r.time });
     const s = slot(r.group, r.slot);
     s.attempts = Math.max(s.attempts, (r.attempt ?? 0) + 1);
+    s.issued = Math.min(s.issued ?? r.time, r.time);
   },
   slot_failed(r) { const s = slot(r.group, r.slot); if (!s.lost.some((l) => l.attempt === r.attempt)) s.lost.push({ attempt: r.attempt, reason: r.reason }); },
   score(r) {

@@ -7,7 +7,7 @@ let plots = null;
 
 export function overview(view) {
   if (!view.querySelector("#curves")) {
-    view.innerHTML = `<div id="empty"></div><section id="curves"></section><div class="columns"><section id="staleness"></section><section id="evals"></section></div><section id="events"></section>`;
+    view.innerHTML = `<div id="empty"></div><section id="curves"></section><div class="columns"><section id="staleness" tabindex="0"></section><section id="evals" tabindex="0"></section></div><section id="events"></section>`;
     plots = null;
   }
   const part = (id) => view.querySelector(`#${id}`), steps = stepsInOrder();

@@ -22,21 +22,30 @@ const diffLine = (line) => html`<span class="${line.startsWith("+") ? "plus" : l
 const rubric = (r) => html`<h3>${r.rubric} <span class="soft">${number(r.value, 3)}, judged by ${r.model}</span></h3>
   <table class="rows"><thead><tr><th>criterion</th><th class="n">weight</th><th class="n">met</th><th>the judge's reason</th></tr></thead><tbody>${r.criteria.map((c) => html`<tr><td>${c.id}${c.pitfall ? html` <span class="chip failed">pitfall</span>` : ""}</td><td class="n">${number(c.weight)}</td><td class="n">${percent(c.met)}</td><td class="wide">${c.reason}</td></tr>`)}</tbody></table>`;
 
+// Where the attempt's time went: calls of a turn run at once, so a turn takes its longest; the rest is sampling and waiting for it.
+export function spent(t) {
+  const slowest = t.turns.map((turn) => turn.results.reduce((most, r) => ((r.wall_ms ?? 0) > (most?.wall_ms ?? 0) ? r : most), null)).filter(Boolean);
+  const calls = slowest.reduce((sum, r) => sum + r.wall_ms / 1000, 0), longest = slowest.sort((a, b) => b.wall_ms - a.wall_ms)[0];
+  if (!t.wall_s || !longest) return "";
+  const named = t.turns.flatMap((turn) => turn.calls).find((c) => c.id === longest.call_id)?.name ?? "a call";
+  return `Of ${span(t.wall_s)}, ${span(calls)} went to calls (the longest: ${named}, ${span(longest.wall_ms / 1000)}) and ${span(Math.max(0, t.wall_s - calls))} to sampling and waiting.`;
+}
+
 function page(t) {
   const s = t.score;
   return html`<article class="trajectory"><header><a class="soft" href="#/trajectories">Trajectories</a><h2>${t.task.suite} <span class="soft">${t.task.task}</span></h2>
     <p><span class="chip ${s?.verdict ?? "open"}">${s ? s.verdict.replace("_", " ") : "no score"}</span> <span class="mono">${t.id}</span> · ${t.lane} · version ${t.versions.length ? t.versions.join(", ") : "–"} · ${t.turns.length} turns · ${count(t.sampled_tokens)} tokens · ${span(t.wall_s)} · ${t.outcome.replace("_", " ")} · ${t.backend}, ${t.isolation}</p></header>
-  <div class="columns"><section><h2>Reward ${s ? number(s.reward) : ""}</h2>${s ? html`
+  <div class="columns"><section tabindex="0"><h2>Reward ${s ? number(s.reward) : ""}</h2>${s ? html`
     <table><tbody><tr><td>verdict</td><td>${s.verdict}${s.again ? html` <span class="soft">judged again: ${s.again}</span>` : ""}</td></tr>
     ${t.parts.map(([name, value]) => html`<tr><td>${name}</td><td>${value}</td></tr>`)}
     ${s.reason ? html`<tr><td>reason</td><td>${s.reason}</td></tr>` : ""}${(s.suspicions ?? []).map((x) => html`<tr><td>suspicion</td><td class="bad">${x}</td></tr>`)}</tbody></table>
     ${s.rubric ? rubric(s.rubric) : ""}
     <ul class="tests">${(s.tests ?? []).map((x) => html`<li class="${x.outcome}"><b>${x.outcome}</b> <span class="mono">${x.name}</span>${x.message ? html`<pre>${x.message}</pre>` : ""}</li>`)}</ul>` : html`<p class="empty">No judge has scored it.</p>`}</section>
-    <section><h2>Repeat it</h2><pre class="command">${t.command}</pre><button data-copy="${t.command}">Copy</button>
+    <section tabindex="0"><h2>Repeat it</h2><pre class="command">${t.command}</pre><button data-copy="${t.command}">Copy</button>
     <p class="note">Runs the recorded calls again in a fresh sandbox of this machine and compares their results.</p>
     ${t.step === null ? "" : html`<p class="note">Trained in step ${t.step}${t.mismatch ? html`; its engine ${t.mismatch.engine}: k1 ${number(t.mismatch.k1, 5)}, k3 ${number(t.mismatch.k3, 5)}, largest gap ${number(t.mismatch.max_abs_dlp, 5)} over ${t.mismatch.tokens} re-scored tokens` : ""}.</p>`}</section></div>
   ${t.prompt ? html`<section><h2>Prompt</h2><pre class="prompt">${t.prompt}</pre></section>` : ""}
-  <section><h2>Turns</h2>${t.turns.map((turn, i) => html`${i && turn.segment !== t.turns[i - 1].segment ? html`<p class="boundary">context summarised: a new segment begins</p>` : ""}
+  <section><h2>Turns</h2>${spent(t) ? html`<p class="words">${spent(t)}</p>` : ""}${t.turns.map((turn, i) => html`${i && turn.segment !== t.turns[i - 1].segment ? html`<p class="boundary">context summarised: a new segment begins</p>` : ""}
     <div class="turn ${turn.kind}"><header><b>${turn.kind === "summary" ? "summary" : `turn ${turn.index + 1}`}</b><span>${turn.sampled} tokens, ${turn.stop}</span>${turn.versions.length > 1 ? html`<span class="chip">versions ${turn.versions.join(" → ")}</span>` : ""}<span class="soft">mean log-probability ${number(turn.mean_logprob, 3)}</span>${largestGap(turn.gaps)}</header>
     ${turn.tokens.length ? tokens(turn.tokens, turn.gaps) : ""}
     ${turn.calls.length ? html`<div class="calls" style="--n:${Math.min(turn.calls.length, 3)}">${turn.calls.map((c) => call(c, turn.results))}</div>` : ""}</div>`)}</section>
