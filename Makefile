@@ -242,13 +242,13 @@ docs: setup ## write the generated pages (messages.md, modules.md and errors.md 
 
 site: docs ## the site of docs/ in .cache/site
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[docs]'
-	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m zensical build --strict --clean
 
 WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)
 	cd $(WEB) && npm ci --silent && npm run --silent build
 
-screenshots: setup ## pictures of the newest run's live page and curve, for README and docs/operating.md
+screenshots: setup ## pictures of the newest run's live page and curve, for README and docs/live_page.md
 	$(BIN)/python docs/screenshots.py latest docs/images
 
 browser: ## Debian's chromium, for the live page's tests (350 MB); they are skipped without it

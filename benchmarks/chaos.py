@@ -1,4 +1,4 @@
-"""Injects faults into every part of a run, and kills `headrace up` (SIGKILL): `make chaos` (docs/recovery.md).
+"""Injects faults into every part of a run, and kills `headrace up` (SIGKILL): `make chaos` (docs/chaos.md).
 
     python -m benchmarks.chaos [--kills 150] [--others 30] [--restarts 20]
 

@@ -44,7 +44,7 @@ STILL: dict[str, str] = {
         "repeat); fill the stream up to its limit"
     ),
     "dashboard, operator, replay": (
-        "read what runs store except ratings (operator: those too); operator: promote, pause, publish adapters"
+        "read what runs store except ratings (operator: those too); operator: promote, give the trainer orders"
     ),
     "web": "hear live records without users' data",
     "a link of a region": "what its role may do; the mirror's: read HR_WEIGHTS",
@@ -56,17 +56,14 @@ _LIMITS = """\
 ## How the broker holds to it
 
 Streams, buckets and roles have an account each (headrace/bus/broker/accounts.py). A role's account imports exactly its
-row of the tables above, and streams lie where no client is. So the row holds for what the broker publishes in a role's
-name too:
+row of the tables above, so the row holds for what the broker publishes in a role's name too:
 
-- The answer to a request returns to the account of the caller, whatever subject the caller named for it: to the
-  caller's inbox, or, where that subject is in the caller's own row, there. No answer of a client, a stream or the
-  broker reaches a stream, a bucket, a request or a call of anybody else.
-- A service answers on the reply subjects alone that the broker writes into a call (`_R_`); `Bus.respond` ignores
-  others. A subject lasts for one answer. Calls of the gateway to rollout are answered in parts (turns as they are
-  sampled): there it lasts until an empty message, or 900 s after the last one.
-- A consumer may name a subject for its deliveries, and an acknowledgement subject passes between accounts unchanged.
-  Both reach nothing but the stream of the consumer or request, because no other stream is in its account.
+- The answer to a request returns to the account of the caller, whatever subject the caller named for it. No answer
+  reaches a stream, a bucket, a request or a call of anybody else.
+- A service answers on the reply subjects alone that the broker writes into a call (`_R_`). A subject lasts for one
+  answer; where rollout answers the gateway in parts, until an empty message, or 900 s after the last one.
+- Subjects of deliveries and acknowledgements reach nothing but the stream of the consumer, because no other stream is
+  in its account.
 - Rollup, counters, batches and schedules are off in every stream, and an expiry of single messages in every stream but
   HR_BLOB, so no header reaches another record. Trace events go to the sender's account.
 - A bucket has one writer, or keys that begin with their writer's name. A chunk of a payload cannot be replaced.
@@ -89,12 +86,9 @@ wildcard. Inside one run (and the runs branched from it) therefore:
 - Subjects do not fence content. Readers compare run, lane, group and type of a message with its subject and treat a
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
-None of this crosses runs that have accounts of their own: another run's streams, buckets, consumers and inboxes do not
-exist there. A broker that `headrace up` starts holds one run. For a broker of several runs,
-`python -m headrace.bus.broker.credentials FOLDER --run RUN` makes the accounts of a run; with `[bus] credentials =
-FOLDER` every command uses the accounts of its own run, and is refused without them. A branch of user feedback
-runs in the accounts of the run that it branches from. Regions (deploy/regions) link the accounts of roles, so runs that
-share regions share them.
+None of this crosses runs that have accounts of their own ([credentials](credentials.md)): another run's streams,
+buckets, consumers and inboxes do not exist there. A branch of user feedback runs in the accounts of the run that it
+branches from. Regions (deploy/regions) link the accounts of roles, so runs that share regions share them.
 """
 
 
@@ -182,8 +176,8 @@ CONSEQUENCES: dict[str, str] = {
     "dead_letter": "give up attempts: their slots count as failed and are issued again",
     "search": "answer searches wrongly",
     "dashboard": "read what is not users' data",
-    "operator": "promote a version, ask for evaluations and bounds, send messages again, make API keys, hash users' "
-    "names, sign certificates of purges, read everything",
+    "operator": "promote a version, give the trainer orders, ask for evaluations and bounds, send messages again, make "
+    "API keys, hash users' names, purge users and sign certificates of purges, read everything",
     "replay": "read what is not users' data",
 }
 
@@ -200,12 +194,11 @@ _NOTES = """\
 
 Records without a role's signature: {places}. Events of the types {types} have none, because nobody acts on them.
 
-A signature does not say that a record is true. A role can write false records of its own kinds, and it can write one of
-its own records a second time with a new signature: the sequence that each write names, and the ledger's rules (one
-closing for a group, the first score of an attempt, one outcome for a step), decide then, and the audit names
-contradictions. A signature does not keep a record in its stream: the roles that purge can remove it. Forged records
-still fill a stream, and each costs its readers 0.1 ms. Runs of one folder of credentials share seeds, and only the
-run's name in the subject tells their records apart: give runs that must not trust each other accounts of their own.
+A signature does not say that a record is true. A role can write false records of its own kinds, and one of its own
+records a second time: the sequence that each write names and the ledger's rules (one closing for a group, the first
+score of an attempt, one outcome for a step) decide then, and the audit names contradictions. A signature does not keep
+a record in its stream: the roles that purge can remove it. Forged records still fill a stream and cost its readers
+time. Runs of one folder of credentials share seeds: give runs that must not trust each other accounts of their own.
 The seed of the admin signs no record that a reader accepts.
 """
 

@@ -23,7 +23,6 @@ from tests.support.paths import ROOT
 
 TEXTS = {
     "headrace <type>/<version> ": "the layout of a signed text",
-    "ssh -N -L 8090:": "needs an sshd",
 }
 """Starts of blocks that are neither commands nor settings."""
 UNTAGGED = {"README.md": 1, "architecture.md": 1}

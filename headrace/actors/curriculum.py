@@ -126,8 +126,8 @@ class Curriculum(Actor):
         for role in self._needed():
             if await self._absences.seconds(role) >= wait_s:
                 raise Unrecoverable(
-                    f"no {role} of run {self.run} was alive for {wait_s:g} s ([rollout] wait_s): start one "
-                    f"with `headrace actor {role} --run {self.run}`, then the curriculum again; nothing is lost"
+                    f"no {role} of run {self.run} was alive for {wait_s:g} s ([rollout] wait_s): start one with "
+                    f"`headrace actor {role} --config TOML --run {self.run}`, then the curriculum; nothing is lost"
                 )
 
     def _needed(self) -> Iterator[str]:

@@ -8,8 +8,8 @@ but a BLAS chooses its summation order by the number of rows. Here the order of 
    differently from the others.
 `policy.numerics_probe` checks all of them at the start. Attention has its own file, `block_attention`.
 
-Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
-fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
+Trade-off: a few padded rows and unfused activations; `python -m benchmarks.numerics` measures it. Backward passes need
+no fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
 
 The Triton kernels at the end do the same on a GPU: one order of the reduction for every number of rows (`tile`), and no
 split of it. `operators` calls them for tensors on a GPU.

@@ -97,8 +97,8 @@ def on_gpu(x: Tensor) -> bool:
 def twin(x: Tensor) -> bool:
     """Whether an operation on x is the torch twin, called directly; else it is an operator of `torch.ops.headrace`.
 
-    On a CPU the dispatcher would lead to the same function, and a decode step of a small model makes a hundred calls:
-    docs/kernels.md has the cost.
+    On a CPU the dispatcher leads to the same function, and a decode step of a small model makes a hundred calls: with
+    it, sampling at batch 1 took a third longer or more.
     """
     return x.is_cpu and not (OPERATORS_ON_CPU or STANDING.gpu)
 

@@ -147,7 +147,7 @@ def _suite(wanted: Wanted, suite: Suite) -> Iterator[Value]:
     if wanted.tasks_dir != Config().tasks.dir:
         yield Value("tasks.dir", wanted.tasks_dir, "folder of suites")
     if trust_of(suite) == "log":
-        yield Value("tasks.at_risk", True, "only printed lines decide this suite's verdicts (docs/sandboxes.md)")
+        yield Value("tasks.at_risk", True, "only printed lines decide this suite's verdicts (docs/verdicts.md)")
     if certificates.refusal(suite, wanted.tasks_dir, uncertified=False, at_risk=True):
         yield Value("tasks.certify", True, "the suite has no certificates: its tests are examined before use")
         groups = (*Processes().groups[:1], ("certifier",), *Processes().groups[1:])

@@ -50,7 +50,7 @@ def refuse(wanted: Wanted, agent: str) -> None:
     if wanted.nodes > 2:
         raise InitError(
             f"--nodes {wanted.nodes}: init places the trainer on one node and the samplers on a second; a third gets "
-            "rollout actors by its own units of `headrace deploy systemd` (docs/operating.md)"
+            "rollout actors by its own units of `headrace deploy systemd` (docs/deploying.md)"
         )
     if wanted.engine == "embedded" and wanted.gpus * wanted.nodes > 1:
         raise InitError(

@@ -123,7 +123,7 @@ class Sandboxes:
             waited_s, silent_s = time.monotonic() - began, self.silent_s
             error = NoCapacity(
                 f"no environment node of run {request.run} answered for {silent_s:.0f} s: start one with `headrace "
-                f"actor environment --run {request.run}`"
+                f"actor environment --config TOML --run {request.run}`"
                 if silent_s
                 else f"no node had capacity for {request.group} within {waited_s:.0f} s"
             )

@@ -80,7 +80,7 @@ def test_every_kernel_that_is_launched_has_a_row_for_every_gpu() -> None:
         assert rows == {each for each in want if each[0] != "block_scaled.product" or sm == 100}
 
 
-@pytest.mark.xfail(strict=True, reason="the target is missed: docs/kernels.md has the bytes that are spilled")
+@pytest.mark.xfail(strict=True, reason="the target is missed: the table has the bytes that are spilled")
 @pytest.mark.parametrize(("kernel", "sm"), sorted(SPILLS))
 def test_no_kernel_spills(kernel: str, sm: int) -> None:
     assert not any(row["spilled_bytes"] for row in table()["kernels"] if (row["kernel"], row["sm"]) == (kernel, sm))

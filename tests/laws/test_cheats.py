@@ -1,4 +1,4 @@
-"""A pass means a repair: no cheat is rewarded outside of the kinds that docs/sandboxes.md lists, and no honest attempt
+"""A pass means a repair: no cheat is rewarded outside of the kinds that docs/verdicts.md lists, and no honest attempt
 is punished.
 
 support/cheating.py has the cheats and support/honest.py the honest attempts. Here are the shapes of tests that they

@@ -346,7 +346,7 @@ class Rollout(Actor):
         if min(waited_s, silent_s) >= waits.node_wait_s:
             why: Exception = NoEnvironment(
                 f"no environment node of run {self.run} answered for {silent_s:.0f} s ([rollout] node_wait_s): start "
-                f"one with `headrace actor environment --run {self.run}`"
+                f"one with `headrace actor environment --config TOML --run {self.run}`"
             )
         elif waited_s >= waits.wait_s:
             why = NoCapacity(

@@ -176,7 +176,7 @@ def unpulled(run: str, stored: Stored, wait_s: float) -> DeadLetter:
     consumer = f"rollout-{run}-{stored.subject.split('.')[3]}"
     reason = (
         f"no rollout actor of run {run} was alive for {wait_s:g} s ([rollout] wait_s): start one with "
-        f"`headrace actor rollout --run {run}`"
+        f"`headrace actor rollout --config TOML --run {run}`"
     )
     given_up = Advisory(
         kind="max_deliver", stream="HR_TASK", consumer=consumer, stream_seq=stored.seq, deliveries=0, reason=reason

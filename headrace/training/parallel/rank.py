@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _log(rank: int, level: str, event: str, text: str) -> None:
-    """A line of the log as actors write it (docs/operating.md); what follows belongs to it."""
+    """A line of the log as actors write it; what follows belongs to it."""
     fields = {"timestamp": datetime.now(UTC).isoformat(), "level": level, "event": event, "actor": "trainer"}
     sys.stderr.write(msgspec.json.encode(fields | {"id": f"rank-{rank}", "text": text}).decode() + "\n")
     sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 Why our own writer: contents go from the spool of the layers straight into the blob, without a copy of the tree on disk,
 without root's rights, and with equal bytes for equal trees. Debian's erofs-utils cannot read archives, and a first read
-of squashfs costs more (docs/sandboxes.md).
+of squashfs costs more (docs/isolation.md).
 
 Sources: Linux fs/erofs/erofs_fs.h (version 6.1) and Documentation/filesystems/erofs.rst. All inodes are extended (64
 bytes, whole seconds of mtime). Short tails of files, link targets and folders lie beside their inodes.

@@ -6,7 +6,7 @@ publishes them again and the stream drops the duplicates.
 
 Each shard (`shards`) is encoded separately into chunks of its own, by as many threads as there are workers: comparing,
 hashing and compressing release the interpreter's lock. Threads and not processes: on a machine that was idle otherwise
-two threads took 0.243 s for the delta of 512 MiB and two processes 0.233 s (docs/weights.md). The bytes are the same.
+two threads took 0.243 s for the delta of 512 MiB and two processes 0.233 s. The bytes are the same.
 """
 
 import hashlib

@@ -127,7 +127,9 @@ async def test_a_request_that_never_gets_a_sandbox_fails_with_what_to_do(
         await issue(observer, request(run, "g1", policy="idle"))
         failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="g1"), SlotFailed)
     assert failed.reason == ("no_capacity" if node else "no_environment")
-    assert ("[environment] max_vms" if node else f"headrace actor environment --run {run}") in failed.detail
+    assert (
+        "[environment] max_vms" if node else f"headrace actor environment --config TOML --run {run}"
+    ) in failed.detail
     backs = [m for m in await everything(observer, "HR_EVENT", EVENT.where(run=run)) if m.kind == "handed_back"]
     assert backs, "it ended without a hand-over"
 

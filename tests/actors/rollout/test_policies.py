@@ -213,7 +213,7 @@ async def test_a_group_that_no_environment_serves_is_dropped_and_the_ledger_bala
     assert dropped.reason == "infra"
     failures = [r.message async for r in observer.history("HR_LEDGER", FAIL.at(run=run, group=dropped.group))]
     assert len(failures) == 4 and {failure.reason for failure in failures} == {"no_environment"}
-    assert f"headrace actor environment --run {run}" in failures[0].detail
+    assert f"headrace actor environment --config TOML --run {run}" in failures[0].detail
     report, wrong = await prove(observer, run)
     assert not wrong and report.dropped == {"infra": 2}
 

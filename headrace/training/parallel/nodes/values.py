@@ -1,6 +1,6 @@
 """The bytes of a value that one process of a group sends to others: MessagePack of a type that both sides name.
 
-No byte of another process becomes code: the connections of a group cannot authenticate (docs/operating.md).
+No byte of another process becomes code: the connections of a group cannot authenticate (docs/ranks.md).
 """
 
 import math
