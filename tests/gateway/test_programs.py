@@ -311,8 +311,7 @@ async def served(connect: Connect, folder: Path, run: str) -> AsyncIterator[Serv
 async def test_a_program_edits_is_cut_asks_again_is_rated_and_purged(
     connect: Connect, tmp_path: Path, client: Client
 ) -> None:
-    if not client.needs.exists():
-        pytest.skip(f"{client.name} is not installed: make test-clients")
+    assert client.needs.exists(), "`make test-clients` installs it"
     run = f"p{abs(hash(client.name)) % 10**9}"
     (folder := tmp_path / "work").mkdir()
     async with served(connect, tmp_path, run) as there:
