@@ -74,7 +74,7 @@ class ClientServing:
         self._storing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._closing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._unread = defaultdict[str, dict[str, Stored]](dict)
-        """What was stored and is not decoded yet, by user and session."""
+        """The changes that are not decoded yet, by user and session."""
         self._seen, self._news = 0, asyncio.Event()
 
     async def start(self) -> None:

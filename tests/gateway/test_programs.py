@@ -190,8 +190,8 @@ TABLE = (
     *(Client(f"openai-{a}-{b}", SDK, script("openai_sdk.py", a, b), WRITES)
       for a in ("chat", "responses") for b in ("stream", "whole")),
     *(Client(f"anthropic-{a}", SDK, script("anthropic_sdk.py", a), WRITES) for a in ("stream", "whole")),
-    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, said=(DONE, "['a.txt', 'b.txt']"))
-      for a in ("chat", "responses")),
+    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, 
+            said=("writer ['a.txt', 'b.txt']", "reporter ['a.txt', 'b.txt']")) for a in ("chat", "responses")),
     *(Client(f"ai-sdk-{a}", MODULES, ai_sdk(a), WRITES, said=(DONE, "[ 'a.txt', 'b.txt' ]"))
       for a in ("openai", "compatible")),
     Client("ai-sdk-anthropic", MODULES, ai_sdk("anthropic"), WRITES),
