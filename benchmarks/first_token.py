@@ -10,18 +10,22 @@ event: `cut_ms` is the time until the engine has ended it. All processes read th
 cores.
 
 --beside: with SGLang, which the interpreter's environment has, as the engine (`make first-token`). Then as many clients
-ask the same server itself, by /generate, for turns of the same lengths: `direct_ms` is the time to their first event.
+ask the same server itself, by /generate, for turns of the same lengths: `direct_ms` is the time to their first event,
+`alike_ms` that of requests with headrace's own body, which asks for log-probabilities and routes. `rollout_cpu_ms` and
+`gateway_cpu_ms` are the processor times of a turn there, on cores that the server needs too.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +35,14 @@ import torch
 import uvloop
 
 from benchmarks.conditions import Figures, arguments, at_most, finish
+from benchmarks.gateway_abuse import cpu_s
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import AgentLimits, Config, Engine, Policy, Production, Run
+from headrace.engines.server.backend import Ask
+from headrace.engines.sglang.reply import body
 from headrace.gateway.tenants.store import add
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightsStaged
@@ -123,18 +130,20 @@ async def client(
     return seen
 
 
-async def direct(http: aiohttp.ClientSession, url: str, number: int, turns: int, prompt: int) -> list[float]:
-    """Milliseconds to the first event of each of a client's turns at SGLang itself. prompt: its ids."""
+async def direct(http: aiohttp.ClientSession, url: str, number: int, turns: int, alike: bool) -> list[float]:
+    """Milliseconds to the first event of each of a client's turns at SGLang itself. alike: with headrace's body."""
     took: list[float] = []
     chance = random.Random(number)
     for _ in range(turns):
         await asyncio.sleep(chance.random() * PAUSE_S)
-        ids = [chance.randrange(300) for _ in range(prompt)]
+        ids = [chance.randrange(300) for _ in range(PROMPT)]
         sampling = {"max_new_tokens": TOKENS, "temperature": 1.0}
+        asked: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+        if alike:
+            ask = Ask(secrets.token_hex(16), ids, TOKENS, 1.0, (0,), 0, 0, "", "production", followed=True)
+            asked = body(ask, sparse=True, seeded=False, priority=None)
         began = time.monotonic()
-        async with http.post(
-            f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling, "stream": True}
-        ) as answer:
+        async with http.post(f"{url}/generate", json=asked) as answer:
             answer.raise_for_status()
             await answer.content.readany()
             took.append((time.monotonic() - began) * 1e3)
@@ -222,16 +231,20 @@ async def measure(clients: int, turns: int, beside: str, folder: Path) -> Figure
                             await asyncio.sleep(0.2)
                 # A server's first batches compile and allocate.
                 await asyncio.gather(*(client(http, url, -1 - number, 1) for number in range(clients)))
+                used = [cpu_s(process.pid) for process in processes]
                 seen = await asyncio.gather(*(client(http, url, number, turns) for number in range(clients)))
+                used = [cpu_s(process.pid) - before for process, before in zip(processes, used, strict=True)]
                 left = await asyncio.gather(
                     *(client(http, url, number, turns, leave=True) for number in range(clients))
                 )
                 await settled(log, clients * turns)
-                at_server: list[list[float]] = []
+                at_server: dict[str, list[float]] = {}
                 if beside:
                     told = [json.loads(line) for line in log.read_text().splitlines()]
                     (server,) = (name for name, _, what in told if what == "server")
-                    at_server = await asyncio.gather(*(direct(http, server, n, turns, PROMPT) for n in range(clients)))
+                    for arm in ("direct", "alike", "alike", "direct"):
+                        each = (direct(http, server, n, turns, arm == "alike") for n in range(clients))
+                        at_server.setdefault(arm, []).extend(chain(*await asyncio.gather(*each)))
         finally:
             for process in processes:
                 if process.returncode is None:
@@ -247,9 +260,9 @@ async def measure(clients: int, turns: int, beside: str, folder: Path) -> Figure
     at_client = [(came - began) * 1e3 for _, began, came in every]
     added = [a - b for a, b in zip(at_client, at_engine, strict=True)]
     figures: dict[str, Any] = {"clients": clients, "turns": len(every), "cut": len(cuts_ms)}
-    timed = {"engine": at_engine, "client": at_client, "added": added, "cut": cuts_ms}
-    if beside:
-        timed["direct"] = [each for one in at_server for each in one]
+    for name, cpu in zip(("rollout", "gateway"), used, strict=True):
+        figures[f"{name}_cpu_ms"] = round(cpu * 1e3 / len(every), 2)
+    timed = {"engine": at_engine, "client": at_client, "added": added, "cut": cuts_ms} | at_server
     for name, values in timed.items():
         cuts = statistics.quantiles(values, n=100)
         figures |= {f"{name}_p50_ms": round(cuts[49], 2), f"{name}_p99_ms": round(cuts[98], 2)}

@@ -3,8 +3,8 @@
     python -m benchmarks.gateway_processes [--seconds 10]
 
 Broker, gateways, responders in place of the engine, and the clients are processes of their own. Each gateway has 32
-clients that ask for one turn after another. `ratio` compares the turns a second. Where cores are few, the processor
-times name the bound: `possible` is the ratio with a core for each process, at most 2.
+clients, users of their own, that ask for one turn after another. `ratio` compares the turns a second. Where cores are
+few, the processor times name the bound: `possible` is the ratio with a core for each process, at most 2.
 """
 
 import argparse
@@ -42,8 +42,9 @@ async def load(url: str, key: str, seconds: float) -> int:
 
     async def one(http: aiohttp.ClientSession) -> None:
         nonlocal turns
+        user = {"user": secrets.token_hex(4)}
         while time.monotonic() < until:
-            async with http.post(f"{url}/v1/chat/completions", json=turn_of(secrets.token_hex(4))) as answer:
+            async with http.post(f"{url}/v1/chat/completions", json=turn_of(secrets.token_hex(4)) | user) as answer:
                 answer.raise_for_status()
                 await answer.read()
             turns += 1

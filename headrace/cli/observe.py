@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ def top(args: argparse.Namespace) -> int:
     from headrace.launch import logs, runs
     from headrace.launch.session import run_of
 
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise runs.RunError("`headrace top` needs a terminal: `headrace status` prints the actors once", 2)
     try:
         from headrace.dashboard.terminal import run_top
     except ImportError as error:

@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from headrace.launch.runs import RunDir
     from headrace.messages.base import Message
     from headrace.messages.product import Promotion
+
+LINE = 32 << 20
+"""Bytes of an editor's message."""
 
 
 def add(commands: "Commands") -> None:
@@ -362,15 +367,31 @@ def serve(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("acp") is None:
         raise ConfigError("headrace acp needs the package agent-client-protocol: pip install 'headrace[acp]'")
-    asyncio.run(_serve(args.url, key_of(args)))
+    key = key_of(args)
+    if not (_is_pipe(0) and _is_pipe(1)):
+        raise ConfigError("headrace acp needs pipes as standard input and output: an editor starts it so")
+    asyncio.run(_serve(args.url, key))
     return 0
+
+
+def _is_pipe(fd: int) -> bool:
+    """Whether an open file is a pipe, a socket or a terminal."""
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
 
 
 async def _serve(url: str, key: str) -> None:
     import acp
 
-    from headrace.gateway.acp.adapter import Adapter
+    from headrace.gateway.acp.adapter import Adapter, pass_messages
     from headrace.gateway.acp.api import AgentsApi
 
+    given, answers = await acp.stdio_streams(limit=LINE)
+    read = asyncio.StreamReader(LINE)
     async with AgentsApi(url, key) as api:
-        await acp.run_agent(cast(acp.Agent, Adapter(api)), use_unstable_protocol=True)
+        passing = asyncio.create_task(pass_messages(given, answers, read))
+        await acp.run_agent(cast(acp.Agent, Adapter(api)), answers, read, use_unstable_protocol=True)
+        passing.cancel()

@@ -77,6 +77,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     repeat them, also where it forwards these positions again."""
     answer: str = ""
     """A JSON Schema, as JSON, that the text of the sampled ids keeps; empty: any text."""
+    free: bool = False
+    """Sample without that grammar: a turn that may be a call. Its caller samples an answer again."""
     progress: Progress | None = None
     """Of a request whose tokens somebody follows, or that may be cut."""
 

@@ -27,6 +27,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -106,6 +107,8 @@ class Endpoints:
         """report: receives the gateway's own defects. places: the turns that are sampled at once."""
         self._sampler, self._report, self._at_once = sampler, report, TurnsAtOnce(places)
         self._tokens = RateLimit(burst_s=60.0)
+        self._repeats = WeakValueDictionary[tuple[str, str | int], asyncio.Lock]()
+        """By API key and Idempotency-Key: requests with one come one after another."""
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -123,10 +126,15 @@ class Endpoints:
     def _turn(self, dialect: Dialect) -> Keyed:
         async def handler(request: web.Request, key: ApiKey) -> web.StreamResponse:
             self._at_once.refuse_full(key.tenant)
+            request[ENDS] = True
+            repeat = request.headers.get("Idempotency-Key") or id(request)
+            async with self._repeats.setdefault((key.id, repeat), asyncio.Lock()):  # nothing of a repeat is read before
+                return await turn(request, key)
+
+        async def turn(request: web.Request, key: ApiKey) -> web.StreamResponse:
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = caller_of(request, key, asked.user)
-            request[ENDS] = True
             if key.tokens_per_minute and (wait_s := self._tokens.wait(key.id, key.tokens_per_minute, 1.0)) > 0:
                 raise HttpRefused(429, f"more than {key.tokens_per_minute} tokens a minute with this key", wait_s)
             if asked.stream:

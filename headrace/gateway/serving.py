@@ -1,13 +1,14 @@
 """Turns for agents that run their own tools: sends each request to a rollout actor of the production lane.
 
 The gateway stores the sessions and handles no tokens; the rollout actor handles the tokens and stores no sessions. A
-session is a record in HR_SESSION, which all gateways of the run follow and change by compare-and-set, so any of them
-continues it. It ends when it is rated, closed, or idle for ``[production] idle_s`` seconds: then its turns become a
-Trajectory of the production lane, and the record stays for as long again. Only rated trajectories can be used for
-training.
+session is a record in HR_SESSION, which all gateways of the run change by compare-and-set, so any of them continues it.
+A gateway keeps what others store as it came, and decodes a user's sessions when the user asks for something. A session
+ends when it is rated, closed, or idle for ``[production] idle_s`` seconds: then its turns become a Trajectory of the
+production lane, and the record stays for as long again. Only rated trajectories can be used for training.
 """
 
 import asyncio
+import math
 import re
 import secrets
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
+from headrace.bus.nats.ordered_reader import Stored
 from headrace.gateway.agents.store import GatewayParts
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
@@ -53,8 +55,6 @@ CUT_AFTER_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Seconds that a turn gets to end before it is asked for again."""
 ID = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{12}(-[0-9a-f]{8})?")
 """A session's id."""
-CATCH_UP_S = 1.0
-"""The longest wait for what other gateways stored."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
 AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
@@ -73,39 +73,58 @@ class ClientServing:
         """Of the stored sessions, as this gateway last read or wrote them."""
         self._storing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._closing = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._unread = defaultdict[str, dict[str, Stored]](dict)
+        """The changes that are not decoded yet, by user and session."""
         self._seen, self._news = 0, asyncio.Event()
 
     async def start(self) -> None:
         """Load the sessions that gateways stored."""
         self._state = await self._bus.kv("HR_SESSION")
+        self._seen = await self._state.newest(f"{self._run}.session.>")
         for key, (entry, revision) in (await self._state.items(self._key("*", "*"))).items():
             self._apply(key, entry, revision)
 
     async def follow(self, others: Callable[[str, Message | None, int], None]) -> None:
-        """Take up what gateways store. others: takes what is no session of a client."""
-        async for key, entry, revision in self._state.watch(f"{self._run}.session.>"):
-            (self._apply if key.startswith(self._key("", "")[:-1]) else others)(key, entry, revision)
-            self._seen = revision
+        """Hear what gateways store. others: takes what is no session of a client."""
+        async for change in self._state.changes(f"{self._run}.session.>", self._seen):
+            key = self._state.key(change)
+            if not key.startswith(self._key("", "")[:-1]):
+                if (value := await self._state.value(change)) is not None:
+                    others(key, *value)
+            elif change.seq > self._revisions.get(group := _group_of(key), 0):
+                self._unread[user_of(group)][group] = change
+            self._seen = change.seq
             self._news.set()
 
     def _apply(self, key: str, entry: Message | None, revision: int) -> None:
-        group = ".".join(key.split(".")[-2:])
+        group = _group_of(key)
         if entry is None:
             self._drop(group)
         # A session under another key than its own could never be deleted, and would be ended again and again.
         elif isinstance(entry, ClientSession) and key == self._key_of(entry.group):
-            if revision > self._revisions.get(group, 0) and not self._storing[group].locked():
+            if revision > self._revisions.get(group, 0):
                 self._revisions[group] = revision
                 self._sessions.put(entry)
 
-    async def caught_up(self) -> None:
-        """Wait for everything that gateways stored before now."""
+    async def _read(self, user: str, before: float = math.inf) -> None:
+        """Decode the sessions of a user that other gateways stored before a time. BusError."""
+        unread = self._unread.get(user, {})
+        for group, change in [*unread.items()]:
+            # A write of this gateway that is under way reads what came before it, or tells its revision.
+            if change.time < before and not self._storing[group].locked() and unread.pop(group, None) is not None:
+                if change.seq > self._revisions.get(group, 0):
+                    if (value := await self._state.value(change)) is not None:
+                        self._apply(self._key_of(group), *value)
+        if not unread:
+            self._unread.pop(user, None)
+
+    async def caught_up(self, user: str = "") -> None:
+        """Wait for everything that gateways stored before now. user: whose sessions are read."""
         newest = await self._state.newest(f"{self._run}.session.>")
-        with suppress(TimeoutError):  # an entry that nobody signed is passed over
-            async with asyncio.timeout(CATCH_UP_S):
-                while self._seen < newest:
-                    self._news.clear()
-                    await self._news.wait()
+        while self._seen < newest:
+            self._news.clear()
+            await self._news.wait()
+        await self._read(user)
 
     def _drop(self, group: str) -> None:
         self._sessions.drop(group)
@@ -131,6 +150,7 @@ class ClientServing:
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         """See `Sampler.begin`."""
         user = self._user(caller)
+        await self._read(user)
         request = await self._recalled(request, caller)
         if request.previous is not None:
             await self._has(request.previous, caller.key)
@@ -138,7 +158,7 @@ class ClientServing:
             await self._known(caller.session, caller.key)
         placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
         while placed is None or placed.wait is not None:
-            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self.caught_up())
+            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self.caught_up(user))
             placed = self._sessions.place(request, caller, user, self._split.policy)
         if placed.turn is None:
             again = self._again(request, placed.group, placed.recorded)
@@ -337,15 +357,16 @@ class ClientServing:
     async def _has(self, place: TurnPlace, key: ApiKey) -> bool:
         """Whether a turn is recorded; another gateway may have stored it a moment ago. HttpRefused with 404."""
         if place.index >= len((await self._known(place.group, key)).turns):
-            await self.caught_up()
+            await self.caught_up(user_of(place.group))
         return place.index < len((await self._known(place.group, key)).turns)
 
     async def _known(self, id: str, key: ApiKey) -> ClientSession:
         """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;
         BusError."""
+        await self._read(user_of(id))
         session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
-            await self.caught_up()
+            await self.caught_up(user_of(id))
             session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
             last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=id))
@@ -432,7 +453,10 @@ class ClientServing:
         return answer.detail == f"{group}-0-0"
 
     async def end_idle(self) -> None:
-        """End the sessions without a request for ``[production] idle_s``, and forget those that ended long ago."""
+        """End the sessions without a request for ``[production] idle_s``, and forget those that ended long ago. The
+        gateway of a session may be gone."""
+        for user in [*self._unread]:
+            await self._read(user, before=time.time() - self._config.production.idle_s)
         for session in self._sessions.idle(self._config.production.idle_s):
             try:
                 await self._end(session)
@@ -445,9 +469,14 @@ class ClientServing:
 
     async def forget(self, user: str) -> None:
         """Remove the sessions of a user, without a Trajectory."""
+        await self._read(user)
         for session in self._sessions.of_user(user):
             await self._state.delete(self._key_of(session.group))
             self._drop(session.group)
+
+
+def _group_of(key: str) -> str:
+    return ".".join(key.split(".")[-2:])
 
 
 def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:

@@ -29,7 +29,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +87,11 @@ class Under(msgspec.Struct, kw_only=True, eq=False):
     formatted: bool
     gone: Callable[[], bool]
     over: asyncio.Event
+
+    @property
+    def asked(self) -> list[tuple[Scope, str]]:
+        """What a repetition of its request is found by."""
+        return [(self.scope, value) for value in (self.record.asked, self.record.retry) if value]
 
 
 class Placed(NamedTuple):
@@ -249,6 +254,8 @@ class Sessions:
         self._trees = OrderedDict[str, float]()
         """When a turn last began or ended in each tree, the longest ago first."""
         self._under: dict[str, Under] = {}
+        self._asking = defaultdict[tuple[Scope, str], list[Under]](list)
+        """The turns under way by the digests of a whole request and of its key for repetitions."""
         self._ending: set[str] = set()
         self.turns = Counter[str](dict.fromkeys((NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED), 0))
         """Turns so far by the way in which they came to their session."""
@@ -351,7 +358,7 @@ class Sessions:
             session = self.open(caller, user, policy, {}, caller.name)
         elif not self._free(session, before.history if before is not None else heads[prefix - 1] if prefix else ""):
             session, prefix = self._branch(session, policy), 0
-        turn = self._under[session.group] = Under(
+        turn = Under(
             group=session.group,
             index=len(session.turns),
             scope=scope,
@@ -362,6 +369,7 @@ class Sessions:
             gone=caller.gone,
             over=asyncio.Event(),
         )
+        self._begins(turn)
         return Placed(session.group, prefix, turn)
 
     def _recorded(self, place: TurnPlace, tools: str) -> RecordedTurn:
@@ -386,7 +394,7 @@ class Sessions:
         if session is None:
             raise HttpRefused(409, GONE)
         turn.group, turn.index, turn.over = self._branch(session, policy).group, 0, asyncio.Event()
-        self._under[turn.group] = turn
+        self._begins(turn)
 
     def took(self, turn: Under, reply: ClientMessage) -> ClientSession:
         """Record a turn: the session's new state. HttpRefused with 409 where the session was dropped meanwhile."""
@@ -418,10 +426,19 @@ class Sessions:
         self.put(session)
         return session
 
+    def _begins(self, turn: Under) -> None:
+        self._under[turn.group] = turn
+        for key in turn.asked:
+            self._asking[key].append(turn)
+
     def over(self, turn: Under) -> None:
         """A turn is no longer under way. One that `took` did not record has no record."""
         if self._under.get(turn.group) is turn:
             del self._under[turn.group]
+            for key in turn.asked:
+                self._asking[key].remove(turn)
+                if not self._asking[key]:
+                    del self._asking[key]
         turn.over.set()
 
     def _named(self, caller: Caller, user: str) -> ClientSession | None:
@@ -440,9 +457,8 @@ class Sessions:
         """The place of a request that was sent before; None for a new one. HttpRefused with 409."""
         by, value = ("retry", retry) if retry else ("asked", asked)
         earlier: list[tuple[bool, RecordedTurn, Placed]] = []
-        for turn in self._under.values():
-            if turn.scope == scope and getattr(turn.record, by) == value:
-                earlier.append((turn.gone(), turn.record, Placed(turn.group, wait=turn)))
+        for turn in self._asking.get((scope, value), ()):
+            earlier.append((turn.gone(), turn.record, Placed(turn.group, wait=turn)))
         for session in self._found(by, *scope, value):
             for index, recorded in enumerate(session.turns):
                 if getattr(recorded, by) == value:

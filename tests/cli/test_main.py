@@ -26,6 +26,7 @@ TWO_NODES = tuple(
     [
         (("up", "none.toml"), 2, "no such file"),
         (("audit", "r19990101-000000-s1"), 2, "there is no run"),
+        (("top",), 2, "needs a terminal"),
         (("actor", "nobody", "--config", DEMO, "--run", "r1", "--url", "x"), 2, "unknown"),
         (("actor", "judge", "--config", DEMO), 2, "needs a run"),
         (("eval", "--policy", "scripted:genius", "--suite", "generated/heldout"), 2, "oracle, idle or edit-tests"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -190,3 +191,32 @@ async def test_no_change_is_written_into_a_folder_of_git(tmp_path: Path, path: s
     with pytest.raises(ValueError, match="folder of git"):
         write_changes(tmp_path, {"a": b"1", path: b"2"}, ())
     assert not list(tmp_path.iterdir())
+
+
+RUBBISH = (b"rubbish", b"[1]", b"null", b'"x"', b"", b"\xff\xfe", b"[" * 50_000, b'{"jsonrpc": "2.0"}')
+
+
+async def acp_of(redirect: str, given: bytes = b"") -> tuple[bytes, bytes, int | None]:
+    """Output, errors and exit code of `headrace acp`. redirect: of its streams, in the shell's words."""
+    env = {**os.environ, "HEADRACE_API_KEY": "hr-x", "PYTHONPATH": str(ROOT)}
+    line = f"{sys.executable} -m headrace.cli acp --url http://127.0.0.1:9 {redirect}"
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_shell(line, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+    said, errors = await process.communicate(given)
+    return said, errors, process.returncode
+
+
+async def test_lines_that_are_no_messages_are_errors_and_end_nothing() -> None:
+    hello = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": 1}}
+    said, errors, code = await acp_of("", b"\n".join((*RUBBISH, json.dumps(hello).encode(), b"{")))
+    assert code == 0 and not errors, errors
+    answers = [json.loads(line) for line in said.splitlines()]
+    codes = [answer["error"]["code"] for answer in answers if answer["id"] is None]
+    assert codes == [-32700, -32600, -32600, -32600, -32700, -32700, -32700]
+    assert [answer["result"]["protocolVersion"] for answer in answers if answer["id"] == 1] == [1]
+
+
+@pytest.mark.parametrize("redirect", ["<&-", ">&-", "< /dev/null", "> /dev/null"])
+async def test_an_editor_has_pipes(redirect: str) -> None:
+    _, errors, code = await acp_of(redirect)
+    assert code == 2 and len(errors.splitlines()) == 1, errors

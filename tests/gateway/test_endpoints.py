@@ -181,6 +181,43 @@ async def test_slow_turns_of_one_tenant_leave_places_to_others(tmp_path: Path) -
                         break
 
 
+async def test_nothing_of_a_repeat_is_read_while_its_turn_is_under_way(tmp_path: Path) -> None:
+    """Each of a storm of repeats was parsed and looked up at once, before the requests of others."""
+    body = {"model": "latest", "messages": [{"role": "user", "content": "x"}]}
+    async with endpoints(tmp_path, two_reads) as served:
+        over, begun, usual = asyncio.Event(), asyncio.Event(), served.sampler._sample
+
+        async def held(request: ModelRequest) -> ModelReply:
+            begun.set()
+            await over.wait()
+            return await usual(request)
+
+        served.sampler._sample = held  # type: ignore[method-assign]
+        asked, headers = served.sampler.asked, {"x-api-key": served.key, "Idempotency-Key": "k"}
+
+        async def ask(session: aiohttp.ClientSession, **more: str) -> int:
+            async with session.post(f"{served.url}/v1/chat/completions", json=body, headers=more) as answer:
+                return answer.status
+
+        unlimited = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=headers, connector=unlimited) as session:
+            first = asyncio.create_task(ask(session))
+            await begun.wait()
+            repeats = [asyncio.create_task(ask(session)) for _ in range(64)]
+            async with session.get(f"{served.url}/v1/models") as answer:  # behind the repeats, by rounds
+                assert answer.status == 200
+            assert [caller.retry for _, caller in asked] == ["k"]
+            other = asyncio.create_task(ask(session, **{"Idempotency-Key": "other"}))
+            while len(asked) < 2:
+                await asyncio.sleep(0.001)
+            assert [caller.retry for _, caller in asked] == ["k", "other"]
+            for repeat in repeats[:60]:
+                repeat.cancel()
+            over.set()
+            assert {await first, await other, *await asyncio.gather(*repeats[60:])} == {200}
+            assert [caller.retry for _, caller in asked] == ["k", "other", *["k"] * 4]
+
+
 async def test_a_key_has_tokens_a_minute(tmp_path: Path) -> None:
     """They count when a turn ends; a turn that its client leaves counts with all that it might sample."""
     body = {"model": "latest", "messages": [{"role": "user", "content": "one two three"}]}

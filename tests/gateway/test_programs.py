@@ -190,8 +190,8 @@ TABLE = (
     *(Client(f"openai-{a}-{b}", SDK, script("openai_sdk.py", a, b), WRITES)
       for a in ("chat", "responses") for b in ("stream", "whole")),
     *(Client(f"anthropic-{a}", SDK, script("anthropic_sdk.py", a), WRITES) for a in ("stream", "whole")),
-    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, said=(DONE, "['a.txt', 'b.txt']"))
-      for a in ("chat", "responses")),
+    *(Client(f"agents-{a}", AGENTS, agents(a), WRITES, 
+            said=("writer ['a.txt', 'b.txt']", "reporter ['a.txt', 'b.txt']")) for a in ("chat", "responses")),
     *(Client(f"ai-sdk-{a}", MODULES, ai_sdk(a), WRITES, said=(DONE, "[ 'a.txt', 'b.txt' ]"))
       for a in ("openai", "compatible")),
     Client("ai-sdk-anthropic", MODULES, ai_sdk("anthropic"), WRITES),
@@ -311,8 +311,7 @@ async def served(connect: Connect, folder: Path, run: str) -> AsyncIterator[Serv
 async def test_a_program_edits_is_cut_asks_again_is_rated_and_purged(
     connect: Connect, tmp_path: Path, client: Client
 ) -> None:
-    if not client.needs.exists():
-        pytest.skip(f"{client.name} is not installed: make test-clients")
+    assert client.needs.exists(), "`make test-clients` installs it"
     run = f"p{abs(hash(client.name)) % 10**9}"
     (folder := tmp_path / "work").mkdir()
     async with served(connect, tmp_path, run) as there:

@@ -40,7 +40,7 @@ class ClientEngine(TextEngine):
 
     async def sample(self, request: SampleRequest) -> Sample:
         play, prompt = PLAYS[-1], self.tokenizer.decode(request.ids)
-        if play.script.mark not in prompt:
+        if play.script.mark not in prompt or (request.answer and not request.free):
             return self.sampled(request, play.script.answer)
         play.sessions.append(request.session.partition("/")[0].removesuffix("-0-0"))
         turn = min(prompt.count("<|im_start|>assistant"), len(play.script.turns)) - 1

@@ -211,7 +211,10 @@ async def keeps_a_schema(engine: Engine, tokenizer: Tokenizer, stop: int) -> Non
     schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
     for seed in range(3):
         asked = request(f"s{seed}", tokens=1500, seed=seed, stops=(stop,))
-        sample = await engine.sample(msgspec.structs.replace(asked, answer=json.dumps(schema)))
+        asked = msgspec.structs.replace(asked, answer=json.dumps(schema))
+        free = await engine.sample(msgspec.structs.replace(asked, free=True))
+        sample = await engine.sample(asked)
+        assert sample.ids != free.ids, "no grammar holds a free sample"
         assert sample.stop == "stop", "blanks between its parts may be many, not for ever"
         ids = [id for id in sample.ids if id != stop]  # a server may end a turn where the grammar does
         assert json.loads(tokenizer.decode(ids))["a"] in ("x", "yy"), sample.ids

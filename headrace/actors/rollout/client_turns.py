@@ -195,7 +195,14 @@ class ClientTurns:
         session = await self._session(request.run, request.group)
         session.sampling, session.engine = True, engine
         try:
-            return await self._turn(session, request, engine, renderer, progress)
+            if request.answer and request.tools:
+                # No grammar covers both a format's calls and an answer's schema. Words without a call are thrown away.
+                done = await self._turn(session, request, engine, renderer, progress, free=True)
+                if done is not None:
+                    return done
+            done = await self._turn(session, request, engine, renderer, progress)
+            assert done is not None
+            return done
         finally:
             session.sampling = False
 
@@ -206,7 +213,11 @@ class ClientTurns:
         engine: Engine,
         renderer: ClientRenderer,
         progress: Progress,
-    ) -> ClientTurnDone:
+        *,
+        free: bool = False,
+    ) -> ClientTurnDone | None:
+        """Sample and record a turn, or answer a recorded one. free: without the grammar of the answer; a turn without a
+        call is neither told nor recorded then: None."""
         if request.recorded >= 0:
             return _again(session.turns, request, renderer)
         context, inherited = session.ids, list[int]()
@@ -235,7 +246,7 @@ class ClientTurns:
         else:
             more = renderer.start(request.messages)
         forced: list[int] = []
-        if request.forced or (request.answer and renderer.thinks(more)):
+        if request.forced or (request.answer and not free and renderer.thinks(more)):
             forced = renderer.forced(request.messages, request.forced)
         opening, more = more, [*more, *forced]
         limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
@@ -256,9 +267,14 @@ class ClientTurns:
             lane="production",
             routed=routes_end(session.turns, 0),
             answer=request.answer,
+            free=free,
             progress=progress,
         )
-        parts = _Parts(request, index, ClientUsage(prompt=prompt, cached=len(context)))
+        parts = _Parts(
+            msgspec.structs.replace(request, stream=request.stream and not free),
+            index,
+            ClientUsage(prompt=prompt, cached=len(context)),
+        )
         async with self._telling(parts, progress, renderer.live(opening), forced):
             sample = await spans.sample(engine, asked, trajectory)
         if sample.stop == "abort" and not progress.is_cut:
@@ -268,7 +284,10 @@ class ClientTurns:
         ids = (*forced, *sample.ids)
         parsed = renderer.parse(ids, prompt=opening)
         kinds = renderer.kinds(ids, parsed, len(forced))
-        turn = _turn(index, more, sample, _answer(parsed, request, index).calls, kinds, len(forced))
+        answer = _answer(parsed, request, index)
+        if free and not (answer.calls or request.forced or sample.stop == "abort"):
+            return None
+        turn = _turn(index, more, sample, answer.calls, kinds, len(forced))
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
         return _told(turn, request, renderer, len(context))

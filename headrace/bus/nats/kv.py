@@ -111,6 +111,28 @@ class KeyValue:
         """Each entry's last state, then every change as it happens; None for a key that was deleted or has lapsed."""
         return self._entries(pattern, live=True)
 
+    async def changes(self, pattern: str, after: int) -> AsyncIterator[ordered_reader.Stored]:
+        """Every change after a revision as it happens, neither verified nor decoded: `value` does both."""
+        filters = [self._prefix + pattern]
+        reader = ordered_reader.OrderedReader(self._bus.connection, self._stream, filters, start=after + 1)
+        async for message, delivery in reader.messages():
+            yield _stored(message, delivery)
+
+    def key(self, change: ordered_reader.Stored) -> str:
+        """The key of a change."""
+        return change.subject.removeprefix(self._prefix)
+
+    async def value(self, change: ordered_reader.Stored) -> tuple[Message | None, int] | None:
+        """Value and revision after a change; the value of a key that was deleted or has lapsed is None. None for a
+        change that counts nothing: it cannot be read, or no writer of the key signed it and none signed one before."""
+        stored: ordered_reader.Stored | None = change
+        if not self._signed(change):
+            stored = await self._last(self.key(change))
+        if stored is None or _deleted(stored.headers):
+            return None if stored is None else (None, stored.seq)
+        value = self._read(stored)
+        return None if value is None else (value, stored.seq)
+
     async def _entries(self, pattern: str, *, live: bool) -> AsyncIterator[tuple[str, Message | None, int]]:
         until = None if live else await ordered_reader.last_seq(self._bus.connection, self._stream)
         if until == 0:
@@ -119,19 +141,9 @@ class KeyValue:
             self._bus.connection, self._stream, [self._prefix + pattern], until=until, last_per_subject=True
         )
         async for message, delivery in reader.messages():
-            key = message.subject.removeprefix(self._prefix)
             stored = _stored(message, delivery)
-            if not self._signed(stored):
-                before = await self._last(key)
-                if before is None:
-                    continue
-                stored = before
-            value = None
-            if not _deleted(stored.headers):
-                value = self._read(stored)
-                if value is None:
-                    continue
-            yield key, value, stored.seq
+            if (value := await self.value(stored)) is not None:
+                yield self.key(stored), *value
 
     def _read(self, entry: ordered_reader.Stored) -> Message | None:
         """The value of an entry; None, counted and reported, when it cannot be read."""

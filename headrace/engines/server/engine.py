@@ -267,7 +267,7 @@ class OneServer:
             self._alive()
             if turn.cut:
                 return "abort"
-            if turn.request.answer:
+            if turn.request.answer and not turn.request.free:
                 turn.begin()  # a server reads its grammar from the first token of a request on
             before = len(turn.logprobs)
             try:
@@ -309,7 +309,7 @@ class OneServer:
                     routes,
                     self._life.salt(weights), request.lane,
                     followed=request.progress is not None and request.progress.followed,
-                    answer=request.answer,
+                    answer="" if request.free else request.answer,
                 )  # fmt: skip
                 attempt, late = await self._send(asked, flight, deadline)
                 self._liveness.heard()

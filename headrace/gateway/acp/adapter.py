@@ -6,7 +6,9 @@ own edits stay, and conflicting lines stay in the file between markers. The sand
 makes in the folder after the first prompt.
 """
 
+import asyncio
 import base64
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -272,6 +274,26 @@ class Adapter:
                 await self._say(id, f"The gateway did not accept the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
+
+
+async def pass_messages(given: asyncio.StreamReader, answers: asyncio.StreamWriter, read: asyncio.StreamReader) -> None:
+    """Pass the editor's messages on. A line that is none gets JSON-RPC's error, and ends nothing."""
+    while not given.at_eof():
+        line = b""
+        try:
+            line = await given.readline()
+            known = isinstance(json.loads(line), dict)
+            error = {"code": -32600, "message": "expected a JSON object"}
+        except (ValueError, RecursionError) as wrong:  # also a line that is longer than the reader's limit
+            known, error = (
+                line.isspace() or (given.at_eof() and not line),
+                {"code": -32700, "message": f"expected a line of JSON: {wrong}"},
+            )
+        if known:
+            read.feed_data(line)
+        else:
+            answers.write(json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode() + b"\n")
+    read.feed_eof()
 
 
 def _folder(cwd: str) -> Path:

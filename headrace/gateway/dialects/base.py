@@ -203,7 +203,7 @@ def stops(value: object, field: str) -> tuple[str, ...]:
     return tuple(plain(stop, field) for stop in given)
 
 
-def answer_schema(value: object, field: str, tools: Sequence[ClientTool] = ()) -> str:
+def answer_schema(value: object, field: str) -> str:
     """The JSON Schema, as JSON, of an answer's format; empty for text."""
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(value, dict) or kind == "text":
@@ -212,8 +212,6 @@ def answer_schema(value: object, field: str, tools: Sequence[ClientTool] = ()) -
         raise Unusable(f"{field}: expected an object", field)
     if kind not in ("json_object", "json_schema"):
         raise Unusable(f"{field}.type: expected text, json_object or json_schema, got {kind!r:.80}", field)
-    if tools:
-        raise Unusable(f"{field}: an answer with a format calls no tool: send tool_choice none with it", field)
     inner = value.get("json_schema", value)
     given = inner.get("schema") if isinstance(inner, dict) else None
     if kind == "json_schema" and not isinstance(given, dict):

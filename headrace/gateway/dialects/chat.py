@@ -45,7 +45,7 @@ class ChatCompletions:
             tools=tools,
             forced=base.forced(body, [tool.name for tool in tools]),
             stops=base.stops(body.get("stop"), "stop"),
-            answer=base.answer_schema(body.get("response_format"), "response_format", tools),
+            answer=base.answer_schema(body.get("response_format"), "response_format"),
             logprobs=base.flag(body.get("logprobs"), "logprobs"),
             samples=samples,
             parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),

@@ -60,7 +60,7 @@ class Messages:
             tools=tools,
             forced=base.forced(body, [tool.name for tool in tools]),
             stops=base.stops(body.get("stop_sequences"), "stop_sequences"),
-            answer=base.answer_schema(form, "output_config.format", tools),
+            answer=base.answer_schema(form, "output_config.format"),
             parallel=not base.flag(alone, "tool_choice.disable_parallel_tool_use"),
             max_tokens=base.whole_number(body.get("max_tokens"), "max_tokens"),
             temperature=base.temperature(body.get("temperature")),

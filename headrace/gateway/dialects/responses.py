@@ -81,7 +81,7 @@ class Responses:
             tools=tools.tools,
             origins=tools.origins,
             forced=base.forced(body, [tool.name for tool in tools.tools], tools.named),
-            answer=base.answer_schema((text or {}).get("format"), "text.format", tools.tools),
+            answer=base.answer_schema((text or {}).get("format"), "text.format"),
             logprobs="message.output_text.logprobs" in (body.get("include") or ()),
             previous=_place(previous, "previous_response_id")[0] if previous else None,
             recalled=recalled,

@@ -31,6 +31,7 @@ ENGINE = "tests.support.client_engine:open_engine"
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 SAID = [{"role": "user", "content": "mean of xs"}]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 @pytest.fixture
@@ -290,7 +291,37 @@ async def test_a_history_is_summed_up(connect: Connect, client: Client, run: str
     assert "another server" in answer["error"]["message"]
 
 
-async def test_an_engine_without_a_grammar_refuses_a_format(client: Client) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    answer, _ = await post(client, CHAT, 400, messages=SAID, response_format=form)
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": TOOL}]])
+async def test_an_engine_without_a_grammar_refuses_a_format(client: Client, tools: list[Any]) -> None:
+    answer, _ = await post(client, CHAT, 400, messages=SAID, response_format=FORM, tools=tools)
     assert "no grammar" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_has_its_format_behind_calls_that_no_grammar_chose(
+    connect: Connect, run: str, tmp_path: Path, stream: bool
+) -> None:
+    admit("engines", [ENGINE])
+    made = msgspec.structs.replace(config(tmp_path), engine=Engine(kind=ENGINE))
+    turns = [("I read it.", [("read", {"path": "a.py"})]), ("It has no form.", [])]
+    PLAYS.append(play := Play(Script("mean of xs", turns, '{"a": 1}')))
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL}], "response_format": FORM}
+    asked |= {"model": "latest", "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+    said = [*SAID]
+    async with (
+        client_of(made, connect, tmp_path, run) as client,
+        living(Rollout, made, await connect("rollout", node="n1"), run, "product"),
+    ):
+        for _ in range(2):
+            async with client.http.post(client.url + CHAT, json=asked | {"messages": said}) as answer:
+                data = await answer.read()
+                assert answer.status == 200, data
+            got = streamed(CHAT, data) if stream else whole(CHAT, json.loads(data))
+            for id, name, arguments in got.calls:
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                said.append({"role": "assistant", "content": got.text, "tool_calls": [call]})
+                said.append({"role": "tool", "tool_call_id": id, "content": "x"})
+    assert got.text == '{"a": 1}' and not got.calls
+    assert len({*play.sessions}) == 1 and len(play.sessions) == 2
+    first, last = (await records(connect, run))[play.sessions[0]]
+    assert [call.name for call in first.turn.calls] == ["read"] and not last.turn.calls

@@ -1,5 +1,5 @@
 """Two agents on OpenAI's Agents SDK: `agents_sdk.py chat|responses URL KEY`. One writes files with a tool, the other
-answers in the form of `output_type`."""
+has none; both answer in the form of `output_type`."""
 
 import asyncio
 import sys
@@ -24,16 +24,16 @@ def write(path: str, text: str) -> str:
 
 
 async def main(kind: str, url: str, key: str) -> None:
-    """Print the last answer, then the report's first file."""
+    """Print the files of both reports."""
     set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key)
     model = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[kind]("latest", client)
-    writer = Agent(name="writer", instructions="Be brief.", model=model, tools=[write])
-    print((await Runner.run(writer, "write two files")).final_output)
+    writer = Agent(name="writer", instructions="Be brief.", model=model, tools=[write], output_type=Report)
     reporter = Agent(name="reporter", model=model, output_type=Report)
-    report = (await Runner.run(reporter, "which files are there?")).final_output
-    assert isinstance(report, Report)
-    print(report.files)
+    for agent, asked in ((writer, "write two files"), (reporter, "which files are there?")):
+        report = (await Runner.run(agent, asked)).final_output
+        assert isinstance(report, Report)
+        print(agent.name, report.files)
 
 
 asyncio.run(main(*sys.argv[1:]))

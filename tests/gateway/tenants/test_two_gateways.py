@@ -17,6 +17,8 @@ from headrace.cli.main import main
 from headrace.gateway.tenants.keys import digest_of
 from headrace.gateway.tenants.store import entries
 from headrace.messages import subjects
+from headrace.messages.base import Message
+from headrace.messages.operations import Ack
 from headrace.messages.product import SCOPES
 from tests.conftest import Connect
 from tests.support.api_keys import known
@@ -45,9 +47,9 @@ class Command:
         return code, (told.out + told.err).strip()
 
 
-async def open_gateway(connect: Connect, folder: Path, key: str) -> OpenGateway:
+async def open_gateway(connect: Connect, folder: Path, key: str, **production: Any) -> OpenGateway:
     folder.mkdir()
-    product = OpenGateway(connect, folder, RUN)
+    product = OpenGateway(connect, folder, RUN, **production)
     product.key = key
     return await product.open()
 
@@ -138,6 +140,36 @@ async def test_a_key_and_a_user_are_the_same_everywhere(
     for folder in (tmp_path, server.folder):
         for path in folder.rglob("*"):
             assert not path.is_file() or key.encode() not in path.read_bytes(), path
+
+
+async def test_a_gateway_reads_anothers_sessions_when_their_user_asks_or_nobody_does(
+    connect: Connect, tmp_path: Path
+) -> None:
+    """It hears of every session that another one stores, and decodes none of them for that."""
+    first = await open_gateway(connect, tmp_path / "one", "", idle_s=0.01)
+    second = await open_gateway(connect, tmp_path / "two", first.key, idle_s=0.01)
+    here = second.gateway.sessions
+    groups = [(await first.call("POST", "/v1/sessions", {"user": user}))[1]["session"] for user in ("ada", "bob")]
+    await first.gateway.shut(1.0)
+    await second.gateway.clients.caught_up()
+    assert [here.get(group) for group in groups] == [None, None]
+    ended = asyncio.Event()
+
+    async def end(message: Message) -> Message:
+        ended.set()
+        return Ack(ok=True)
+
+    try:
+        assert (await second.call("GET", f"/v1/sessions/{groups[0]}"))[0] == 200
+        assert here.get(groups[0]) is not None and here.get(groups[1]) is None
+        # The other's gateway is gone: its session ends here.
+        where = subjects.RPC.at(service="rollout", caller="gateway", method=f"end-{subjects.token(RUN)}")
+        await second.rollout.respond(where, end)
+        await second.until(ended)
+        while (found := here.get(groups[1])) is None or not found.ended:
+            await asyncio.sleep(0.01)
+    finally:
+        await second.gateway.shut(1.0)
 
 
 @pytest.mark.parametrize(

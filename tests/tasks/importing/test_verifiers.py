@@ -94,8 +94,7 @@ def test_an_environment_without_verifiers_is_said(tmp_path: Path, capsys: pytest
 async def test_the_rewards_of_a_taskset_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not VERIFIERS.exists():
-        pytest.skip(f"{VERIFIERS} is missing, which `make test-clients` makes")
+    assert VERIFIERS.exists(), "`make test-clients` makes it"
     monkeypatch.setattr(importer, "ANSWER_S", 10.0)  # the rewards of sum/3 never end
     python = environment(tmp_path, str(VERIFIERS))
     size = ("--taskset-config", '{"size": 5}')
@@ -127,8 +126,7 @@ async def test_the_rewards_of_a_taskset_decide(
 
 @pytest.mark.clients
 async def test_a_reward_that_raises_is_named(tmp_path: Path) -> None:
-    if not VERIFIERS.exists():
-        pytest.skip(f"{VERIFIERS} is missing, which `make test-clients` makes")
+    assert VERIFIERS.exists(), "`make test-clients` makes it"
     suite = imported(tmp_path, environment(tmp_path, str(VERIFIERS)))
     oracle = suite.oracle("sum__1")
     with pytest.raises(CheckerError, match="the reward is broken"):
