@@ -27,6 +27,7 @@ from headrace.bus.runtime.supervisor import run_actors
 from headrace.config import load
 from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.judging import Score
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -72,6 +73,8 @@ class Seen(msgspec.Struct, kw_only=True):
     failed_steps: list[StepFailed]
     steps: list[tuple[float, StepDone]]
     """(time, outcome)."""
+    sampled: dict[int, list[float]]
+    """Rewards of training attempts by the oldest version that wrote one of their tokens."""
     by_length: Any
     cpu_s: dict[str, float] = {}
     begun: float = 0.0
@@ -273,10 +276,17 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
             case StepDone() as outcome:
                 steps.append((received.time - begin, outcome))
     episodes: list[Interval] = []
+    written_by: dict[int, int] = {}
     async for received in bus.history("HR_TRAJ", s.TRAJ.where(run=run)):
         made = received.message
         if made.id in issued:
             episodes.append((issued[made.id] - begin, received.time - begin))
+            written_by[received.seq] = made.oldest_version
+    sampled: dict[int, list[float]] = {}
+    async for received in bus.history("HR_SCORE", s.SCORE.where(run=run)):
+        score = received.message
+        if isinstance(score, Score) and score.trajectory_seq in written_by:
+            sampled.setdefault(written_by[score.trajectory_seq], []).append(score.reward)
     ready, served, asked, answered = dict[int, float](), dict[int, float](), dict[str, float](), dict[str, float]()
     async for received in bus.history("HR_EVENT", s.EVENT.where(run=run)):
         at = received.time - begin
@@ -301,6 +311,7 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
         balanced=ledger["balanced"],
         failed_steps=failed,
         steps=steps,
+        sampled=sampled,
         by_length=ledger.get("dropped_by_length", {}),
         cpu_s=report["cpu_s"],
         begun=begin,

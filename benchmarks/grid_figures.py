@@ -14,6 +14,8 @@ from benchmarks.conditions import Figures, at_least, at_most
 
 BUSY = 0.95
 SPEEDUP = 2.5
+ENOUGH = 16
+"""Attempts by which a version's reward is known."""
 
 
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
@@ -88,11 +90,25 @@ def ratios(cells: dict[Cell, Seen], bound: int, waits: bool) -> list[float]:
     ]
 
 
+def common(runs: Sequence[Seen], count: int = 5) -> list[int]:
+    """The newest versions that wrote at least `ENOUGH` attempts in each run."""
+    versions = (set(v for v, rewards in seen.sampled.items() if len(rewards) >= ENOUGH) for seen in runs)
+    return sorted(set.intersection(*versions))[-count:]
+
+
 def lost(cells: dict[Cell, Seen], waits: bool, bound: int = 2) -> tuple[float, float | None] | None:
-    """Reward lost against synchronous training at equal samples: mean over the seeds of both kinds, and its error."""
-    sides = [[s.at_samples() for c, s in cells.items() if c.waits == waits and c.bound == b] for b in (0, bound)]
-    if not all(sides):
+    """Reward lost against synchronous training at equal samples: mean over the seeds of both kinds, and its error.
+
+    Version v has trained on v batches on either side, so attempts that the same versions wrote are compared. Rewards of
+    the same batches are not alike: an asynchronous batch was written by versions that are up to `bound` steps older.
+    """
+    kinds = [[seen for cell, seen in cells.items() if cell.waits == waits and cell.bound == b] for b in (0, bound)]
+    if not all(kinds):
         return None
+    newest = common([seen for kind in kinds for seen in kind])
+    if not newest:
+        return None
+    sides = [[statistics.fmean(r for v in newest for r in seen.sampled[v]) for seen in kind] for kind in kinds]
     (sync, error), (other, more) = map(spread, sides)
     return sync - other, None if error is None or more is None else math.hypot(error, more)
 

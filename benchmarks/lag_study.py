@@ -147,7 +147,7 @@ def settings_of_call() -> argparse.Namespace:
         groups=1,
         group_size=2,
         tokens=4000,
-        set=tiny_run.settings(),
+        set=tiny_run.settings("trainer"),
         dir=scratch(),
     )
 

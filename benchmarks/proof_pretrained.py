@@ -158,20 +158,24 @@ def at_once(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     asked += [f"evaluation.{name}_tasks={args.tasks}" for name in SUITES]
     untrained = ("mid_training.tokens=0", "curriculum.steps=0", "evaluation.after=false")
 
-    def made(seed: str, phases: Mapping[str, Mapping[str, str]], run: str, *further: str) -> dict[str, Passes]:
+    def made(seed: str, run: str, *further: str) -> Path:
         settings = [*args.set, f"run.seed={seed}", *asked, *further]
-        folder = trained(run, args.config, settings, Path(args.runs) / f"{run}-alone")  # a folder has one active run
-        return {
-            f"{seed}/{phase}/{name}/{kind}/{args.tasks}": verdicts(folder, f"{name}-{id}", args.tasks)
-            for phase, ids in phases.items()
-            for name in SUITES
-            for kind, id in ids.items()
-        }
+        return trained(run, args.config, settings, Path(args.runs) / f"{run}-alone")  # a folder has one active run
 
-    with ThreadPoolExecutor(len(seeds) + 1) as pool:
-        parts = [pool.submit(made, seed, OWN, f"pretrained-s{seed}") for seed in seeds]
-        parts.append(pool.submit(made, first, {"raw": OWN["mid_trained"]}, f"pretrained-s{first}-raw", *untrained))
-    return {key: passes for part in parts for key, passes in part.result().items()}
+    phases: list[tuple[str, str, Mapping[str, Mapping[str, str]]]] = [
+        (seed, f"pretrained-s{seed}", OWN) for seed in seeds
+    ]
+    phases.append((first, f"pretrained-s{first}-raw", {"raw": OWN["mid_trained"]}))
+    with ThreadPoolExecutor(len(phases)) as pool:
+        further = [untrained if run.endswith("-raw") else () for _, run, _ in phases]
+        parts = [pool.submit(made, seed, run, *more) for (seed, run, _), more in zip(phases, further, strict=True)]
+    return {  # read here, because event loops of several threads start processes at the same time
+        f"{seed}/{phase}/{name}/{kind}/{args.tasks}": verdicts(part.result(), f"{name}-{id}", args.tasks)
+        for part, (seed, _, of_run) in zip(parts, phases, strict=True)
+        for phase, ids in of_run.items()
+        for name in SUITES
+        for kind, id in ids.items()
+    }
 
 
 def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:

@@ -24,7 +24,17 @@ TINY: dict[str, Any] = {
 }
 
 
-def settings(**more: Any) -> list[str]:
-    """The same as entries of `--set`, with more of them: `curriculum__steps=1` is curriculum.steps."""
-    changes = TINY | {name.replace("__", "."): value for name, value in more.items()}
+ACTORS = ("curriculum", "evaluator", "dead_letter", "judge", "rollout", "weight_sender", "weight_receiver")
+PRODUCT = ("gateway", "feedback", "scavenger", "rollout:product")
+
+
+def settings(*alone: str, **more: Any) -> list[str]:
+    """The same as entries of `--set`, with more of them: `curriculum__steps=1` is curriculum.steps.
+
+    Two processes run all actors, because half of such a run's time is the start of a process for each. alone: the actor
+    that the benchmark runs itself, `environment` or `trainer`; such a run has no product.
+    """
+    both = [[*ACTORS, "environment", *(PRODUCT if not alone else ())], ["trainer"]]
+    groups = [left for group in both if (left := [actor for actor in group if actor not in alone])]
+    changes = TINY | {"processes.groups": groups} | {name.replace("__", "."): value for name, value in more.items()}
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]

@@ -147,8 +147,12 @@ def message_id(seed: str, subject: str, name: str) -> str:
     made by the holder of the seed alone. seed: empty without credentials; the id is then the name."""
     if not seed:
         return name
-    secret = hmac.digest(seed.encode(), b"headrace message ids", "sha256")
-    return hmac.new(secret, f"{subject}\n{name}".encode(), hashlib.sha256).hexdigest()[:32]
+    return hmac.digest(_id_secret(seed), f"{subject}\n{name}".encode(), "sha256").hex()[:32]
+
+
+@lru_cache(maxsize=64)
+def _id_secret(seed: str) -> bytes:
+    return hmac.digest(seed.encode(), b"headrace message ids", "sha256")
 
 
 class Trust:

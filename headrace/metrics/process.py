@@ -6,6 +6,7 @@ The bus calls these functions; they cost about a microsecond each and never rais
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -57,8 +58,14 @@ def delivered(stream: str, outcome: str, seconds: float) -> None:
 
 def published(family: str, size: int, seconds: float) -> None:
     """A message was stored."""
-    _published.labels(family).observe(seconds)
-    _bytes.labels(family).inc(size)
+    times, sizes = _of_family(family)
+    times.observe(seconds)
+    sizes.inc(size)
+
+
+@cache
+def _of_family(family: str) -> tuple[Histogram, Counter]:
+    return _published.labels(family), _bytes.labels(family)
 
 
 def event(actor: str, kind: str, level: str) -> None:

@@ -49,6 +49,11 @@ class Renderers:
         self._build = RENDERERS.get(bundle.renderer)
         self._tokenizer = Tokenizer.parse(bundle.tokenizer_json)
         self._opened: dict[tuple[ToolSchema, ...], Renderer] = {}
+        self._agreed: set[tuple[ToolSchema, ...]] = set()
+
+    def opened(self, tools: Sequence[ToolSchema]) -> Renderer | None:
+        """The renderer of an earlier `open` of these tools; None before there was one."""
+        return self._open(tuple(tools)) if tuple(tools) in self._agreed else None
 
     def open(self, tools: Sequence[ToolSchema]) -> Renderer:
         """The renderer for a task that offers these tools. RendererError when a tool differs from the run's."""
@@ -56,7 +61,9 @@ class Renderers:
         for name, schema in schemas.functions_json(shown).items():
             if self.bundle.tools.get(name, schema) != schema:  # only this node may have a plugin's tool
                 raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
-        return self._open(tuple(tools))
+        renderer = self._open(tuple(tools))
+        self._agreed.add(tuple(tools))
+        return renderer
 
     def for_conversations(self) -> Renderer:
         """The renderer for conversations that bring their own tools, such as a client's or those of a chat file. The

@@ -4,9 +4,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
@@ -67,14 +69,12 @@ class RemoteSandbox:
             # Twice: a node may wait for earlier calls, and finds out who ended a sandbox, before it answers.
             ask(self._bus, self.subject("call"), call, limit_of(op) + 2 * ANSWER_S, owner=self._owner)
         )
-        watch = asyncio.ensure_future(self._until_lost())
         try:
-            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer}, timeout=PULSE_S)
             if not answer.done():
-                raise watch.result()
+                await self._until_answered(answer)
         finally:
             answer.cancel()
-            watch.cancel()
         reply = answer.result()
         self.renewed = time.monotonic()
         if isinstance(reply, SandboxReply):
@@ -87,24 +87,35 @@ class RemoteSandbox:
             raise SandboxLost(f"{self.id}: {reply.detail or reply.failure}")
         raise SandboxLost(f"{self.id}: {getattr(reply, 'detail', type(reply).__name__)}")
 
+    async def _until_answered(self, answer: asyncio.Future[Message]) -> None:
+        """Wait for the answer of a long call. Its exception says why the node can no longer give one."""
+        watch = asyncio.ensure_future(self._until_lost())
+        both: set[asyncio.Future[Any]] = {answer, watch}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise watch.result()
+        finally:
+            watch.cancel()
+
     async def _until_lost(self) -> SandboxLost:
         """Wait until the node can no longer answer a running call; return the exception that says why."""
         silent_since = 0.0
         while True:
-            await asyncio.sleep(PULSE_S)
             try:
                 ack = await self._renew(PULSE_S)  # without a bound, this would wait for a node that ends meanwhile
             except NoResponders as error:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > SILENCE_S:
                     return NodeSilent(f"{self.id}: {error}")
-                continue
             except (BusTimeout, Disconnected):
-                continue
-            silent_since = 0.0
-            if ack.code == "lost":
-                # The node restarted. A new owner is no reason to return: the call's own answer reports it.
-                return SandboxLost(f"{self.id}: {ack.detail}")
+                pass
+            else:
+                silent_since = 0.0
+                if ack.code == "lost":
+                    # The node restarted. A new owner is no reason to return: the call's own answer reports it.
+                    return SandboxLost(f"{self.id}: {ack.detail}")
+            await asyncio.sleep(PULSE_S)
 
     async def renew(self) -> bool:
         """Renew the lease; False when the sandbox is gone or has another owner."""

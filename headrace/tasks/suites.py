@@ -49,11 +49,11 @@ class GeneratedSuite:
         """The first id of each template: what a certificate of the suite has to cover."""
         return repositories.first_of_each(self._kind)
 
-    def make(self, id: str) -> repositories.Made:
-        """Task, oracle, and the facts that only the generator of traces uses."""
+    def make(self, id: str, *, judged: bool = True) -> repositories.Made:
+        """Task, oracle, and the facts that only the generator of traces uses. judged: as in `repositories.make`."""
         if id not in self._ids:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
-        return repositories.make(self._kind, int(id))
+        return repositories.make(self._kind, int(id), judged=judged)
 
     def covered_by(self, id: str) -> str:
         """The task of the sample whose certificate covers this one: they have the same template."""
@@ -68,7 +68,7 @@ class GeneratedSuite:
 
     def task(self, id: str) -> Task:
         """The agent's side."""
-        return self.make(id).task
+        return self.make(id, judged=False).task
 
     def oracle(self, id: str) -> Oracle:
         """The judge's side."""

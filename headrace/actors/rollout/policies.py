@@ -329,8 +329,10 @@ class Policies:
         if renderers is None:
             raise NoPolicy(f"run {self._run} has no renderer bundle; its trainer publishes it before the first version")
         try:
+            tools = schemas_of(tools_of(task))
             async with self._fetching:
-                return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)))
+                opened = renderers.opened(tools)
+                return opened if opened is not None else await asyncio.to_thread(renderers.open, tools)
         except (RendererError, PluginError) as error:
             raise NoPolicy(str(error)) from None
 

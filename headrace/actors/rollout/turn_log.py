@@ -21,6 +21,16 @@ from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ, TURN
 from headrace.policy import routes
 
+AT_ONCE = 64 << 10
+"""Bytes of routes that are packed in less time than a thread needs to be handed them."""
+
+
+async def _on_wire(turn: Turn) -> Turn:
+    """A turn as it is stored. Many routes are packed in a thread."""
+    if turn.routed is None or len(turn.routed.data) <= AT_ONCE:
+        return routes.on_wire(turn)
+    return await asyncio.to_thread(routes.on_wire, turn)
+
 
 class ResumeState(NamedTuple):
     """The state of an attempt in its turn log, from which another rollout actor resumes."""
@@ -93,7 +103,7 @@ class TurnLog:
         record = TurnSampled(
             run=self._run,
             trajectory=self._trajectory,
-            turn=await asyncio.to_thread(routes.on_wire, turn) if turn.routed else turn,
+            turn=await _on_wire(turn),
             node=node,
             sandbox=sandbox,
             fingerprint=fingerprint,

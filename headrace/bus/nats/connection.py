@@ -69,6 +69,11 @@ async def _faithfully(work: Awaitable[T]) -> T:
     return result
 
 
+def _time_out(future: asyncio.Future[Msg], subject: str, seconds: float) -> None:
+    if not future.done():
+        future.set_exception(BusTimeout(f"no answer on {subject} within {seconds:g} s"))
+
+
 class _Error(msgspec.Struct):
     code: int = 0
     err_code: int = 0
@@ -169,7 +174,7 @@ class NatsConnection:
 
     async def _open_mux(self) -> None:
         self._mux = self.client.new_inbox()
-        await self.client.subscribe(f"{self._mux}.*", cb=self._on_reply, pending_bytes_limit=0)
+        await self.client.subscribe_at_once(f"{self._mux}.*", self._on_reply)
 
     @property
     def connected(self) -> bool:
@@ -178,6 +183,8 @@ class NatsConnection:
 
     async def wait_connected(self, timeout: float) -> None:
         """Return when connected. Disconnected after `timeout` seconds or when closed for good."""
+        if self.connected:  # without a timer, because every request comes here
+            return
         if self.closed.is_set():
             raise Disconnected("the connection to the broker is closed")
         try:
@@ -199,20 +206,20 @@ class NatsConnection:
     ) -> Msg:
         """Request and reply. on_part: gets what the service sends before its answer. Denied, NoResponders,
         Disconnected, BusTimeout."""
-        deadline = asyncio.get_running_loop().time() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         await self.wait_connected(timeout)
         token = f"{next(self._tokens):x}"
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Msg] = loop.create_future()
         self._waiting[token] = (future, subject)
+        overdue = loop.call_at(deadline, _time_out, future, subject, timeout)
         if on_part is not None:
             self._parts[token] = on_part
         try:
             await self._send(subject, payload, f"{self._mux}.{token}", headers)
-            async with asyncio.timeout_at(deadline):
-                message = await future
-        except TimeoutError:
-            raise BusTimeout(f"no answer on {subject} within {timeout:g} s") from None
+            message = await future
         finally:
+            overdue.cancel()
             self._waiting.pop(token, None)
             self._parts.pop(token, None)
         if message.headers and message.headers.get("Status") == "503" and not message.data:
@@ -346,7 +353,7 @@ class NatsConnection:
         await self._abandon()
         self._end_all(Disconnected("the connection was closed"))
 
-    async def _on_reply(self, message: Msg) -> None:
+    def _on_reply(self, message: Msg) -> None:
         token = message.subject.rpartition(".")[2]
         entry = self._waiting.get(token)
         if entry is None or entry[0].done():

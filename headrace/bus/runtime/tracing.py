@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from headrace.bus.nats.addressing import family_of
 from headrace.bus.nats.received import Received
-from headrace.messages import subjects
 
 HEADER = "traceparent"
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
@@ -215,14 +215,8 @@ def processing(
 @lru_cache(4096)
 def template(subject: str) -> str:
     """The family that a concrete subject belongs to, such as ``hr.traj.{run}.{group}``; else its first two tokens."""
-    tokens = subject.split(".")
-    for family in subjects.SUBJECTS.values():
-        pattern = family.template.split(".")
-        if len(tokens) < len(pattern):
-            continue
-        if all(want.startswith("{") or want == token for want, token in zip(pattern, tokens, strict=False)):
-            return family.template
-    return ".".join([*tokens[:2], "*"])
+    family = family_of(subject)
+    return family.template if family is not None else ".".join([*subject.split(".")[:2], "*"])
 
 
 def configure(endpoint: str, **resource: str) -> None:

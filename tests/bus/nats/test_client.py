@@ -4,10 +4,14 @@ import asyncio
 
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
+from headrace.bus.errors import BusError
 from headrace.bus.nats.client import PRIVATE, NatsClient, parse_headers
+from headrace.bus.nats.connection import PART_HEADER
+from headrace.messages import subjects as s
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -39,3 +43,44 @@ async def test_a_pong_after_its_flush_timed_out_does_not_end_the_read_loop(conne
 def test_headers_of_a_stored_message() -> None:
     assert parse_headers(b"NATS/1.0\r\nHr-Type: event/1\r\nX: \xff\r\n\r\n") == {"Hr-Type": "event/1", "X": "\ufffd"}
     assert parse_headers(b"") == {}
+
+
+async def test_a_header_cannot_add_another_header_or_a_command(connect: Connect) -> None:
+    sender, reader = (await connect("judge")).connection, (await connect("operator")).connection
+    heard: asyncio.Queue[dict[str, str] | None] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        await heard.put(message.headers)
+
+    where = s.METRIC.at(actor="judge")
+    await reader.subscribe(where, hear)
+    await sender.send(where, b"1", {"A": "one\r\nB: two", "C": "\u00fc"})
+    await sender.send(where, b"2", {"A": "one\nPUB x 0"})
+    await sender.send(where, b"3", {"A": "one", "C": "\u00fc"})
+    got = [await heard.get() for _ in range(3)]
+    assert got == [{"A": "one  B: two", "C": "\u00fc"}, {"A": "one PUB x 0"}, {"A": "one", "C": "\u00fc"}]
+    for name in ("A: b\r\nC", "", "A b"):
+        try:
+            await sender.send(where, b"4", {name: "x", "A": "last"})
+        except BusError:
+            continue
+        assert await heard.get() == {"A": "last"}
+
+
+async def test_a_part_of_an_answer_that_breaks_its_handler_does_not_end_the_connection(connect: Connect) -> None:
+    asker, service = (await connect("gateway")).connection, (await connect("rollout")).connection
+
+    async def answer(message: Msg) -> None:
+        await service.send(message.reply, b"part", {PART_HEADER: "1"})
+        await service.send(message.reply, b"whole")
+
+    where = s.RPC.at(service="rollout", caller="gateway", method="turn-r1")
+    await service.subscribe(where, answer)
+    told: list[str] = []
+    asker.on_error.append(told.append)
+
+    def broken(message: Msg) -> None:
+        raise LookupError("broken")
+
+    assert (await asker.call(where, b"", on_part=broken)).data == b"whole"
+    assert (await asker.api("INFO")).startswith(b"{")

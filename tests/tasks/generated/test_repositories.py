@@ -12,11 +12,13 @@ import pytest
 from headrace.messages.sandbox import OpResult, RunTests
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.generated import repositories
 from headrace.tasks.generated.broad_templates import BROAD
 from headrace.tasks.generated.final_templates import FINAL
 from headrace.tasks.generated.repositories import SEEDS, Made, make
 from headrace.tasks.generated.templates import TRAINED, UNSEEN
 from headrace.tasks.local import LocalFiles
+from headrace.tasks.sealing import Sealed, seal
 from headrace.tasks.suites import GeneratedSuite
 
 
@@ -76,6 +78,21 @@ def test_a_task_follows_from_its_id_alone() -> None:
     assert len(seen) == 1
 
 
+def test_the_agents_side_needs_no_hidden_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    suites = [open_suite(f"generated/{kind}") for kind in ("dev", "heldout", "unseen")]
+    made = [make(suite.name.removeprefix("generated/"), int(id)).task for suite in suites for id in suite.ids()[:20]]
+
+    hidden: list[bytes] = []
+
+    def watched(files: dict[str, bytes]) -> Sealed:
+        hidden.extend(files.values())
+        return seal(files)
+
+    monkeypatch.setattr(repositories, "seal", watched)
+    assert [suite.task(id) for suite in suites for id in suite.ids()[:20]] == made
+    assert not any(hidden)
+
+
 def test_suites_have_seeds_of_their_own() -> None:
     ranges = sorted((seeds.start, seeds.stop) for seeds in SEEDS.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
@@ -129,8 +146,6 @@ def test_families() -> None:
 def test_every_bug_of_every_template_is_a_bug() -> None:
     """Each alternative at each point changes what the function gives for some arguments."""
     import random
-
-    from headrace.tasks.generated import repositories
 
     rng = random.Random(0)
     for template in (*TRAINED, *UNSEEN, *FINAL, *BROAD):
