@@ -105,7 +105,6 @@ def of_run(config: Config) -> PolicyConfig:
         _check(
             "the provider transformers",
             ("[engine] exact", config.engine.exact, False),
-            ("[trainer.lora] rank", lora.rank, 0),
             ("[trainer] mesh.expert", mesh.expert, 1),
             ("[trainer] mesh.context", mesh.context, 1),
             ("[numerics] replay_plausible", config.numerics.replay_plausible, 0.0),
