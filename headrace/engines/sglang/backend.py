@@ -106,7 +106,15 @@ class Sglang:
         argv += ["--max-running-requests", str(self._most)] if self._most else []
         argv += ["--enable-return-routed-experts"] if self._config.experts else []
         if adapter:
-            argv += ["--enable-lora", "--max-lora-rank", str(adapter.rank), "--max-loaded-loras", "2"]
+            argv += [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(adapter.rank),
+                "--max-loaded-loras",
+                "2",
+                "--max-loras-per-batch",
+                "2",
+            ]
             argv += ["--lora-target-modules", *adapter.targets]
             argv += ["--lora-backend", "torch_native"] if "cpu" in self._options.args else []
         argv += self._options.args
