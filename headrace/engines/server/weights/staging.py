@@ -104,7 +104,7 @@ class Stage:
         # transformers gives a Llama, Mistral or DeepSeek without this field an end of its own, id 2 or 1.
         bare = msgspec.structs.replace(self._config, adapter=None)
         shape = json.loads(bare.source) if bare.source else hugging_face.as_json(bare)
-        shape["eos_token_id"] = None
+        shape |= {**hugging_face.older(shape), "eos_token_id": None}
         texts = {"config.json": json.dumps(shape, indent=2) + "\n"}
         if self._tokenizer is not None:
             texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")
