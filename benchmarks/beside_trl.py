@@ -26,8 +26,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -67,6 +68,9 @@ class Step(msgspec.Struct, kw_only=True):
     training_cpu_s: float = 0.0
     trained_tokens: int = 0
     generation_s: float = 0.0
+    k1: float = 0.0
+    max_abs_dlp: float = 0.0
+    """Of headrace alone: the sampler's log-probabilities beside the trainer's."""
 
 
 class Plain(msgspec.Struct, kw_only=True):
@@ -162,8 +166,10 @@ def of_trl(args: argparse.Namespace, dtype: str, model: Path, prompts: list[list
     return side
 
 
-def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path, name: str) -> Side:
-    """A round of headrace."""
+def of_headrace(
+    args: argparse.Namespace, dtype: str, model: Path, folder: Path, name: str, more: Mapping[str, Any] | None = None
+) -> Side:
+    """A round of headrace. more: settings beside the benchmark's own."""
     home = folder / name
     home.mkdir()
     (home / "odd_reward.py").write_text(REWARD)
@@ -184,7 +190,7 @@ def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path,
         "algorithm.warmup_steps": 0,
         "algorithm.constant_tokens": args.tokens, "trainer.frozen": [], "evaluation.before": False,
         "evaluation.before_greedy": False, "evaluation.after": False, "evaluation.heldout_tasks": 0,
-        "evaluation.unseen_tasks": 0,
+        "evaluation.unseen_tasks": 0, **(more or {}),
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     command = ending_with_parent([*headrace, "up", str(ROOT / "deploy" / "demo-pretrained.toml"), *words])
@@ -239,6 +245,8 @@ async def recorded(run: Path, processors: Processors) -> Side:
                 training_cpu_s=spent.get("trainer", 0.0),
                 tokens=tokens,
                 trained_tokens=tokens + sum(len(turn.prompt_ids.tolist()) for turn in turns),
+                k1=step.k1,
+                max_abs_dlp=step.max_abs_dlp if step.rescored_tokens else 0.0,
                 reward=statistics.fmean(
                     sum(id % 2 for id in turn.ids.tolist()) / len(turn.ids.tolist()) for turn in turns
                 ),

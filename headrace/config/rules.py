@@ -181,14 +181,6 @@ def _trainer(config: Config) -> Iterator[Problem]:
             "trainer.device",
             f"expected auto, cpu or cuda with a mesh of {section.ranks} processes, got {section.device!r}",
         )
-    if section.lora.rank and section.ranks > 1:
-        yield "trainer.mesh", f"expected one process with trainer.lora.rank = {section.lora.rank}, got {section.ranks}"
-    if section.lora.rank and config.engine.kind in ("sglang", "vllm"):
-        yield (
-            "trainer.lora.rank",
-            f"expected 0 with engine.kind = {config.engine.kind!r}, which gets whole weights and no adapters, got "
-            f"{section.lora.rank}; set engine.kind = 'embedded'",
-        )
 
 
 def _mid_training(config: Config) -> Iterator[Problem]:

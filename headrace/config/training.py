@@ -198,13 +198,6 @@ class Algorithm(Section, frozen=True, kw_only=True):
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps of at least 1, got {self.decay_steps}")
 
 
-Module = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-]  # fmt: skip
-"""A projection that an adapter may change, by Hugging Face's name; the last four are those of latent attention."""
-
-
 class Lora(Section, frozen=True, kw_only=True):
     """Low-rank adapters (LoRA): training changes them alone, and a delta carries nothing else."""
 
@@ -212,8 +205,9 @@ class Lora(Section, frozen=True, kw_only=True):
     """Rank of every adapter; 0: no adapters, all weights are trained."""
     alpha: Annotated[float, Meta(gt=0.0, le=65536.0)] = 32.0
     """An adapter's output is multiplied by alpha / rank."""
-    targets: tuple[Module, ...] = ()
-    """Adapted projections; empty: all of attention, and those of a dense MLP (not of experts)."""
+    targets: tuple[str, ...] = ()
+    """Adapted projections, by the last part of Hugging Face's names; empty: all of attention, and those of a dense MLP.
+    Experts are adapted where their name is given, by the provider transformers alone."""
 
 
 class Mesh(Section, frozen=True, kw_only=True):

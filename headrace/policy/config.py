@@ -32,7 +32,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Whether rotary pairs are neighbouring elements instead of halves."""
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """Low-rank adapters over fixed weights (LoRA, arXiv 2106.09685): see `policy.adapters`."""
 
     rank: int
@@ -40,6 +40,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """BA is multiplied by alpha / rank."""
     targets: tuple[str, ...]
     """Adapted projections of every layer, by Hugging Face's names: q_proj."""
+    parameters: tuple[str, ...] = ()
+    """Those of `targets` that experts have, of which all of a layer are one parameter (provider transformers)."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):

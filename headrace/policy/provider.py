@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import names
@@ -18,12 +19,12 @@ from headrace.policy.seam import PolicyModel
 
 
 def build(config: PolicyConfig, numerics: Numerics, *, seed: int | None = None, device: str = "cpu") -> PolicyModel:
-    """The model of a policy. seed None leaves the parameters unset. The transformers provider never sets them: they
-    come from a folder. device: of the parameters; meta takes no memory."""
+    """The model of a policy. seed None leaves the parameters unset. The transformers provider sets those of adapters
+    alone: the others come from a folder. device: of the parameters; meta takes no memory."""
     if config.source:
         from headrace.policy.hugging.model import HuggingModel  # it imports transformers
 
-        return HuggingModel(config, numerics, device=device)
+        return HuggingModel(config, numerics, seed=seed, device=device)
     from headrace.policy.model import Model
 
     return Model(config, numerics, seed=seed, device=device)
@@ -54,3 +55,12 @@ def views(config: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, T
 
         return published.views(config, parameters)
     return names.views(config, parameters)
+
+
+def merged(config: PolicyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Published tensors of a policy without its adapters, which are added to the weights under them."""
+    if config.source:
+        from headrace.policy.hugging.model import merged as library
+
+        return library(config, tensors)
+    return low_rank.merge(config.adapter, tensors) if config.adapter else dict(tensors)

@@ -11,16 +11,19 @@ device then holds weights and sums of gradients alone. Trade-off: a step copies 
 back, and the host's cores compute the update.
 """
 
+import fnmatch
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.algorithms.adamw import AdamW, Moments, OptimizerSettings
+from headrace.policy.adapters import low_rank
 from headrace.policy.seam import PolicyModel
+from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
 from headrace.training.served import precision, runs
 from headrace.training.served.publication import Contents, Publication, Publisher
@@ -256,3 +259,22 @@ class TrainerState:
                     self.log.note(name, change(before, parameter.detach()))
         self.zero_grad()
         self.version, self.step = version, step
+
+
+def freeze(model: PolicyModel, patterns: Sequence[str]) -> PolicyModel:
+    """The model with the named parameters frozen, and with all but its adapters where it has some. TrainerError when a
+    pattern matches none, or when all are frozen."""
+    names = [name for name, _ in model.named_parameters()]
+    for name in names if model.config.adapter else ():
+        model.get_parameter(name).requires_grad_(low_rank.is_adapter(name))
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise TrainerError(
+                f"[trainer] frozen: {pattern!r} names no parameter; expected patterns over {names[0]}, {names[1]} ..."
+            )
+        for name in matching:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainerError("[trainer] frozen: no parameter is left to train")
+    return model

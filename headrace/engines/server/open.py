@@ -52,6 +52,7 @@ def _engine(setup: EngineSetup, options: ServerOptions, make: MakeBackend, id: s
         server=server,
         tokenizer=tokenizer if tokenizer.exists() else None,
         max_batch=most,
-        swap=options.swap,
+        # A server binds a request to the adapter that it began with, so that a swap in place would not change it.
+        swap="abort" if setup.policy.adapter else options.swap,
         start_s=options.start_s,
     )

@@ -6,6 +6,7 @@ wrong number much later. The version number decides nothing; a release that was 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -31,6 +32,7 @@ from headrace.engines.server.backend import (
 )
 from headrace.engines.server.http import LARGE, ServerError, Wire
 from headrace.engines.server.weights.checksums import label
+from headrace.engines.server.weights.staging import ADAPTER
 from headrace.engines.sglang import capabilities, cuda_digest, metrics, versions
 from headrace.engines.sglang.options import SglangOptions
 from headrace.engines.sglang.reply import body, read
@@ -64,6 +66,8 @@ CPU = (
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "65536"),
 )
 """Arguments with which the server runs without a GPU (docs/sglang.md)."""
+BARE = "without an adapter"
+"""The version of a server that has loaded none yet."""
 NO_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 """By default a server whose scheduler died stays for 65 s to write dumps, while turns wait; this disables the dumps."""
 
@@ -88,15 +92,31 @@ class Sglang:
         """folder: of the staged checkpoint. most: largest number of requests of a server that is started."""
         self._config, self._options, self.wire, self._most = config, options, wire, most
         self._transport = Transport(wire, options.weights, folder, started=bool(options.python))
-        self.ways: Sequence[Way] = (self._transport,)
+        self.ways: Sequence[Way] = () if config.adapter else (self._transport,)
+        self._adapter = ""
+        """The name of the adapter that was loaded last."""
         self._seeded = self._priorities = False
 
     def command(self, folder: Path, label: str, port: int) -> Command:
         """The start of a server with a checkpoint folder."""
-        argv = ["-m", "sglang.launch_server", "--model-path", str(folder), "--weight-version", label]
+        adapter = self._config.adapter
+        version = BARE if adapter else label
+        argv = ["-m", "sglang.launch_server", "--model-path", str(folder), "--weight-version", version]
         argv += ["--host", "127.0.0.1", "--port", str(port), *ALWAYS, "--dtype", self._config.dtype]
         argv += ["--max-running-requests", str(self._most)] if self._most else []
         argv += ["--enable-return-routed-experts"] if self._config.experts else []
+        if adapter:
+            argv += [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(adapter.rank),
+                "--max-loaded-loras",
+                "2",
+                "--max-loras-per-batch",
+                "2",
+            ]
+            argv += ["--lora-target-modules", *adapter.targets]
+            argv += ["--lora-backend", "torch_native"] if "cpu" in self._options.args else []
         argv += self._options.args
         # One thread by default: on cores that other processes use, threads would spend most of the time spinning.
         cpu = {"OMP_NUM_THREADS": "1"} if "cpu" in self._options.args else {}
@@ -188,6 +208,8 @@ class Sglang:
         has many routes, so that the event loop serves other turns meanwhile."""
         priority = metrics.PRIORITY[ask.lane] if self._priorities else None
         asked = body(ask, sparse=bool(self._config.experts), seeded=self._seeded, priority=priority)
+        if self._adapter:
+            asked["lora_path"] = self._adapter
         last: Mapping[str, Any] = {}
         async for event in self.wire.events("/generate", asked):
             last = event
@@ -215,7 +237,19 @@ class Sglang:
         return str((await self.wire.get("/model_info")).get("weight_version"))
 
     async def load_folder(self, folder: Path, label: str) -> None:
-        """With the default of flush_cache, an update under running requests answers 400 although it happened."""
+        """With the default of flush_cache, an update under running requests answers 400 although it happened. Of a
+        policy with adapters a version's is loaded, under its label."""
+        if self._config.adapter:
+            for old in {self._adapter, label} - {""}:  # a server that was started again has neither
+                with contextlib.suppress(ServerError):
+                    await self.wire.post("/unload_lora_adapter", {"lora_name": old}, UPDATE_S)
+            named = {"lora_name": label, "lora_path": str(folder / ADAPTER)}
+            answer = await self.wire.post("/load_lora_adapter", named, UPDATE_S)
+            if answer.get("success") is not True:
+                raise EngineError(f"the server could not load the adapter {label}: {answer.get('error_message')}")
+            await self.wire.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+            self._adapter = label
+            return
         asked = {
             "model_path": str(folder),
             "weight_version": label,

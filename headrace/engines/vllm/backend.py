@@ -11,6 +11,7 @@ weights of linear layers are packed and their parameters left empty, so that the
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import io
 import logging
@@ -41,6 +42,7 @@ from headrace.engines.server.http import LARGE, ServerError, Wire
 from headrace.engines.server.options import ServerOptions
 from headrace.engines.server.reply import checked, garbled
 from headrace.engines.server.weights.checksums import label as rank_label
+from headrace.engines.server.weights.staging import ADAPTER
 from headrace.messages.rollout import Lane
 from headrace.policy.config import PolicyConfig
 
@@ -57,6 +59,10 @@ NEEDED = {
     ),
 }
 """The endpoints of a usable server, and what switches them on."""
+LOADS = dict.fromkeys(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
+"""Those for a policy with adapters."""
 PRIORITY: Mapping[Lane, int] = {"production": -1, "eval": 100, "train": 100}
 """Lane to priority, the lowest first. Requests of other clients have 0."""
 LOWEST = -9999.0
@@ -87,6 +93,8 @@ class Vllm:
         """most: largest number of requests of a server that is started."""
         self._config, self._options, self.wire, self._most = config, options, wire, most
         self._priorities = False
+        self._model = "policy"
+        """The name of requests' model: the checkpoint, or the adapter that was loaded last."""
 
     def command(self, folder: Path, label: str, port: int) -> Command:
         """The start of a server with a checkpoint folder. It cannot be told the version's label, so the first version
@@ -96,14 +104,19 @@ class Vllm:
         argv += [] if (folder / "tokenizer.json").exists() else ["--skip-tokenizer-init"]  # grammars read it
         argv += ["--max-num-seqs", str(self._most)] if self._most else []
         argv += ["--enable-return-routed-experts"] if self._config.experts else []
-        return Command([*argv, *self._options.args], ENVIRONMENT | CPU, {"VLLM_SERVER_DEV_MODE": "1"})
+        forced = {"VLLM_SERVER_DEV_MODE": "1"}
+        if self._config.adapter:
+            argv += ["--enable-lora", "--max-lora-rank", str(rank_above(self._config.adapter.rank))]
+            forced["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return Command([*argv, *self._options.args], ENVIRONMENT | CPU, forced)
 
     async def describe(self) -> Terms:
         """The settings in the replies of /version, /server_info and /openapi.json."""
         await self.wire.get("/health", 10.0)  # refused while a server ends whose scheduler died
         version = str((await self.wire.get("/version", 10.0)).get("version", "unknown"))
         described = await self.wire.get("/openapi.json", 60.0)
-        lost = {by: path for path, by in NEEDED.items() if path not in (described.get("paths") or {})}
+        needed = NEEDED | (LOADS if self._config.adapter else {})
+        lost = {by: path for path, by in needed.items() if path not in (described.get("paths") or {})}
         for by, path in lost.items():
             raise IncompatibleServer(f"the server (vLLM {version}) has no {path}: start it with {by}")
         info = (await self.wire.get("/server_info?config_format=json", 60.0)).get("vllm_config")
@@ -185,7 +198,7 @@ class Vllm:
             sampling["routed_experts_prompt_start"] = ask.start
         asked = {"request_id": ask.rid, "token_ids": list(ask.ids), "sampling_params": sampling}
         priority = {"priority": PRIORITY[ask.lane]} if self._priorities else {}
-        return {**asked, **priority, "model": "policy", "cache_salt": ask.salt, "stream": True}
+        return {**asked, **priority, "model": self._model, "cache_salt": ask.salt, "stream": True}
 
     async def generate(self, ask: Ask, heard: Callable[[Sequence[int]], None]) -> Attempt:
         """Each event has the tokens since the one before; the last one has versions and routes."""
@@ -251,10 +264,19 @@ class Vllm:
         return str((await self.wire.get("/weight_info")).get("weight_version"))
 
     async def load_folder(self, folder: Path, label: str) -> None:
-        """Load in place, then name it: until then the server reports a version that nobody asks for."""
+        """Load in place, then name it: until then the server reports a version that nobody asks for. Of a policy with
+        adapters a version's is loaded, under its label."""
         await self.wire.post("/update_weight_version", {"new_version": f"{label}.part"})
-        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.wire.post("/collective_rpc", asked, UPDATE_S)
+        if self._config.adapter:
+            for old in (self._model, label):  # a server that was started again has neither
+                with contextlib.suppress(ServerError):
+                    await self.wire.post("/v1/unload_lora_adapter", {"lora_name": old})
+            named = {"lora_name": label, "lora_path": str(folder / ADAPTER)}
+            await self.wire.post("/v1/load_lora_adapter", named, UPDATE_S)
+            self._model = label
+        else:
+            asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self.wire.post("/collective_rpc", asked, UPDATE_S)
         await self.wire.post("/update_weight_version", {"new_version": label})
 
     def digest(self, device: str, largest: int) -> Callable[[Tensor], str] | None:
@@ -274,6 +296,11 @@ class Vllm:
         if not any(out.values()):
             raise EngineError("/weight_checker answered without the server's checksums")
         return out
+
+
+def rank_above(rank: int) -> int:
+    """The smallest rank of adapters that the server has buffers for, and that is not below `rank`."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 def digest(tensor: Tensor) -> str:

@@ -13,7 +13,7 @@ export, in float32.
 A starts random and B as zeros, so version 0 computes what its base computes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -24,6 +24,8 @@ from headrace.policy.adapters.shape import A, B, Module, modules, targeted
 from headrace.policy.config import Adapter, PolicyConfig
 
 _A, _B = "_lora_a", "_lora_b"
+_PEFT = ".lora_A.default.", ".lora_B.default."
+"""In the names of PEFT's parameters."""
 
 
 class Fused(NamedTuple):
@@ -36,7 +38,7 @@ class Fused(NamedTuple):
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by headrace's name, is part of an adapter."""
-    return name.endswith((_A, _B))
+    return name.endswith((_A, _B)) or any(part in name for part in _PEFT)
 
 
 def is_published(name: str) -> bool:
@@ -83,13 +85,19 @@ def linear(layer: nn.Module, x: Tensor, name: str, exact: bool) -> Tensor:
 @torch.no_grad()
 def reset(model: nn.Module, seed: int) -> None:
     """New adapters, the same for the same seed: A uniform as PEFT draws it, B zero. Other weights stay."""
+    parameters = dict(model.named_parameters())
+    for name, value in initial({name: tuple(parameter.shape) for name, parameter in parameters.items()}, seed):
+        parameters[name].copy_(value)
+
+
+def initial(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Name and first value, float32, of every adapter among the parameters with these shapes, in their order."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith(_A):
-            draw = torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_((2.0 * draw - 1.0) * parameter.shape[1] ** -0.5)
-        elif name.endswith(_B):
-            parameter.zero_()
+    for name, shape in shapes.items():
+        if name.endswith(_A) or _PEFT[0] in name:
+            yield name, (2.0 * torch.rand(shape, generator=generator) - 1.0) * shape[1] ** -0.5
+        elif is_adapter(name):
+            yield name, torch.zeros(shape)
 
 
 def views(c: PolicyConfig, layer: Mapping[str, Tensor], index: int, at: str) -> dict[str, Tensor]:

@@ -22,10 +22,17 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
     base: folder or name of the checkpoint that it belongs on. CheckpointError when there is no adapter or the target
     is not empty.
     """
-    if config.adapter is None:
-        raise CheckpointError("the policy has no adapter ([trainer.lora] rank was 0): export it without --as adapter")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: expected a new folder")
+    size = write(config, tensors, base, target)
+    (target / "README.md").write_text(card, encoding="utf-8")
+    return size
+
+
+def write(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, target: Path) -> int:
+    """The two files of `export`, in place of those that are there."""
+    if config.adapter is None:
+        raise CheckpointError("the policy has no adapter ([trainer.lora] rank was 0): export it without --as adapter")
     adapter = {_HEAD + name: value.contiguous() for name, value in tensors.items() if low_rank.is_published(name)}
     settings = {
         "peft_type": "LORA",
@@ -34,6 +41,7 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
         "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha,
         "target_modules": list(config.adapter.targets),
+        "target_parameters": [f"experts.{name}" for name in config.adapter.parameters] or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -45,5 +53,4 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
     target.mkdir(parents=True, exist_ok=True)
     save_file(adapter, target / "adapter_model.safetensors", {"format": "pt"})
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (target / "README.md").write_text(card, encoding="utf-8")
     return sum(value.nbytes for value in adapter.values())

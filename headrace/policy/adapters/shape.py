@@ -1,4 +1,4 @@
-"""The modules of a policy that an adapter may change, by Hugging Face's names. No import of torch.
+"""The modules of a policy that an adapter may change, by Hugging Face's names. No import of torch for `native`.
 
 Routed experts have no adapters: a mixture takes them on its attention alone.
 """
@@ -59,6 +59,10 @@ def targeted(c: PolicyConfig, layer: int) -> list[Module]:
 
 def parameters(c: PolicyConfig) -> int:
     """Number of the adapter's elements."""
+    if c.source and c.adapter:
+        from headrace.policy.hugging import published  # it imports transformers
+
+        return published.adapted(c)
     rank = c.adapter.rank if c.adapter else 0
     return sum(rank * (m.inputs + m.outputs) for layer in range(c.layers) for m in targeted(c, layer))
 
@@ -66,6 +70,10 @@ def parameters(c: PolicyConfig) -> int:
 def resolved(c: PolicyConfig, rank: int, alpha: float, targets: Sequence[str]) -> Adapter:
     """The adapter with these targets, all possible ones where none is named. CheckpointError for one that the policy
     does not have."""
+    if c.source:
+        from headrace.policy.hugging import adapter  # it imports transformers
+
+        return adapter.resolved(c, rank, alpha, targets)
     possible = [module.name for group in modules(c, 0).values() for module in group]
     for name in targets:
         if name not in possible:

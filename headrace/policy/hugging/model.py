@@ -11,7 +11,7 @@ right and no tensor of [tokens, vocabulary] exists. Backward computes a chunk's 
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels.selected_logprob import from_logits, scaled
 from headrace.policy import moe
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.hugging import library, published, routing
+from headrace.policy.hugging import adapter, library, published, routing
 from headrace.policy.hugging.cache import Held, Sequences
 from headrace.policy.layout.pieces import Pieces
 from headrace.policy.numerics import Numerics
@@ -37,10 +38,13 @@ PADDING = 1 / 8
 class HuggingModel(PolicyModel):
     """Packed and cached forward of a model of transformers, in ordinary mode."""
 
-    def __init__(self, config: PolicyConfig, numerics: Numerics, *, device: str = "cpu") -> None:
-        """The parameters are unset. device: of the parameters; meta takes no memory. CheckpointError."""
+    def __init__(
+        self, config: PolicyConfig, numerics: Numerics, *, seed: int | None = None, device: str = "cpu"
+    ) -> None:
+        """The parameters are unset, but with a seed those of adapters. device: of the parameters; meta takes no memory.
+        CheckpointError."""
         super().__init__(config, numerics)
-        model = library.skeleton(config.source, config.torch_dtype)
+        model = adapter.skeleton(config)
         self.inner: Any = library.materialised(model, device)
         prefix = model.base_model_prefix
         self._body_name: str = prefix if hasattr(model, prefix) else "model"
@@ -51,6 +55,8 @@ class HuggingModel(PolicyModel):
             routes = bool(config.experts) and library.parent(block, kinds) is not None
             routing.mixed(block, self.passing, route if routes else -1)
             route += routes
+        if config.adapter and seed is not None:
+            low_rank.reset(self, seed)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -208,15 +214,17 @@ class HuggingModel(PolicyModel):
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """As the seam. By rows where the folder has the published names; otherwise as the library reads it."""
-        views = self.views()
+        """As the seam. By rows where the folder has the published names; otherwise as the library reads it. An adapter
+        keeps its own weights."""
+        views = {name: view for name, view in self.views().items() if not low_rank.is_published(name)}
         pieces = Pieces(self.config, Path(folder), {name: tuple(view.shape) for name, view in views.items()})
         if pieces.whole:
             for name, view in views.items():
                 view.copy_(pieces.rows(name, 0, view.shape[:1].numel()))
             return
         loaded, missing = _loaded(self.inner, folder)
-        ours = dict(self.inner.named_parameters())
+        named = self.inner.named_parameters()
+        ours = {adapter.plain(name): parameter for name, parameter in named if not low_rank.is_adapter(name)}
         theirs = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
         if lost := sorted(missing & set(ours)):
             raise CheckpointError(f"{folder}: {len(lost)} tensors are missing; the first is {lost[0]}")
@@ -226,6 +234,16 @@ class HuggingModel(PolicyModel):
                     f"{folder}, {name}: expected shape {list(parameter.shape)}, got {list(theirs[name].shape)}"
                 )
             parameter.copy_(theirs[name])
+
+
+def merged(config: PolicyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `provider.merged`."""
+    if config.adapter is None:
+        return dict(tensors)
+    model = HuggingModel(config, Numerics(exact=False, reason="it computes nothing", fingerprint=""))
+    model.load_state(tensors)
+    adapter.merge(model.inner)
+    return {name: view for name, view in model.views().items() if not low_rank.is_published(name)}
 
 
 def _loaded(model: Any, folder: str | Path) -> tuple[Any, set[str]]:

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
-from headrace.policy.hugging import library
+from headrace.policy.hugging import adapter, library
 
 
 class Rows(NamedTuple):
@@ -29,10 +31,21 @@ class Rows(NamedTuple):
 @cache
 def places(config: PolicyConfig) -> dict[str, Rows]:
     """The place of every published tensor."""
+    if config.adapter is not None:
+        bare = msgspec.structs.replace(config, adapter=None)
+        named = {adapter.plain(name): (name, value) for name, value in adapter.skeleton(config).named_parameters()}
+        out = {name: place._replace(parameter=named[place.parameter][0]) for name, place in places(bare).items()}
+        low = {name: Rows(of, 0, tuple(value.shape)) for name, (of, value) in named.items() if ".lora_" in of}
+        return out | low
     parameters = dict(library.outline(config).named_parameters())
     with contextlib.suppress(Exception):  # of an operation of the library that is not one of rows
         return _reverted(config, parameters)
     return {name: Rows(name, 0, tuple(parameter.shape)) for name, parameter in parameters.items()}
+
+
+def adapted(config: PolicyConfig) -> int:
+    """Number of the elements of adapters."""
+    return sum(torch.Size(place.shape).numel() for name, place in places(config).items() if low_rank.is_published(name))
 
 
 def _reverted(config: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Rows]:
@@ -63,7 +76,7 @@ def _reverted(config: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[st
 @cache
 def kept(config: PolicyConfig) -> frozenset[str]:
     """The parameters, by `HuggingModel`'s names, that are a checkpoint's buffers: they keep their dtype."""
-    named = library.outline(config).named_parameters()
+    named = library.outline(msgspec.structs.replace(config, adapter=None)).named_parameters()
     return frozenset(f"inner.{name}" for name, parameter in named if not parameter.requires_grad)
 
 

@@ -36,10 +36,8 @@ class Selection(TorchFunctionMode):
             return out
         live = out.indices.reshape(-1, self._k)
         wanted = self._replay if self.chosen is None else self.chosen
-        if wanted is None:
-            self.chosen = live.detach()
-            return out
-        self.chosen = torch.where(wanted >= 0, wanted, live)
+        # A live selection is gathered too: backward may compute it again, and then has to save the same tensors.
+        self.chosen = live.detach() if wanted is None else torch.where(wanted >= 0, wanted, live)
         indices = self.chosen.view(out.indices.shape)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from headrace.messages.rollout import RendererBundle
-from headrace.policy.adapters import low_rank
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint
+from headrace.policy.provider import merged
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +45,11 @@ def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTE
     if parts.config.source:
         from headrace.policy.hugging import export as library  # it imports transformers
 
-        config = parts.config
-        library.save(target, parts.tensors, config, Path(parts.source), shard_bytes)
+        config = msgspec.structs.replace(parts.config, adapter=None)
+        library.save(target, merged(parts.config, parts.tensors), config, Path(parts.source), shard_bytes)
     else:
         config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="", adapter=None)
-        adapter = parts.config.adapter
-        tensors = low_rank.merge(adapter, parts.tensors) if adapter else parts.tensors
-        checkpoint.save(target, tensors, config, shard_bytes=shard_bytes)
+        checkpoint.save(target, merged(parts.config, parts.tensors), config, shard_bytes=shard_bytes)
     (target / "tokenizer.json").write_text(parts.bundle.tokenizer_json, encoding="utf-8")
     for name, content in _settings(parts, config).items():
         there = target / name

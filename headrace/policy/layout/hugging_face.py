@@ -105,7 +105,6 @@ def of_run(config: Config) -> PolicyConfig:
         _check(
             "the provider transformers",
             ("[engine] exact", config.engine.exact, False),
-            ("[trainer.lora] rank", lora.rank, 0),
             ("[trainer] mesh.expert", mesh.expert, 1),
             ("[trainer] mesh.context", mesh.context, 1),
             ("[numerics] replay_plausible", config.numerics.replay_plausible, 0.0),
@@ -395,6 +394,8 @@ def older(raw: Mapping[str, Any]) -> dict[str, Any]:
     told = {key: value for key, value in out.items() if value is not None and not raw.get(key)}
     if rope and not raw.get("rope_scaling"):  # null is told too: some types have another default
         told["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
+    if raw.get("model_type") == "deepseek_v3":  # transformers knows no other; vLLM takes softmax
+        told |= {key: _DEEPSEEK3[key] for key in ("scoring_func", "topk_method") if key not in raw}
     return told
 
 

@@ -32,7 +32,8 @@ class Parameters(NamedTuple):
 def parameters(config: PolicyConfig) -> Parameters:
     """Numbers of elements of the parameters of a policy."""
     if config.counted is not None:
-        return Parameters(*config.counted)
+        whole, experts = config.counted
+        return Parameters(whole + (shape.parameters(config) if config.adapter else 0), experts)
     layers = sum(_layer(config, index) for index in range(config.layers))
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
     experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers

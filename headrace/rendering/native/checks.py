@@ -83,8 +83,20 @@ def traits(template: ChatTemplate, syntax: Syntax, tools: Sequence[ToolSchema], 
         observed = msgspec.structs.replace(observed, tools=False)
     if why := shows(observed, task, "task", *names):
         raise RendererError(f"the chat template does not show a task with its tools: {why}")
-    if why := shows(observed, lambda conversation: _results(conversation, _AsItIs(), "result-1"), "result-1"):
-        raise RendererError(f"the chat template does not show a call with its result: {why}")
+    forms = [
+        msgspec.structs.replace(observed, objects=objects, empty=empty)
+        for empty in ("", None)
+        for objects in (True, False)
+    ]
+
+    def single(conversation: Conversation) -> list[Message]:
+        return _results(conversation, _AsItIs(), "result-1")
+
+    reasons = {form: shows(form, single, "result-1", "anchor") for form in forms}
+    taken = next((form for form, why in reasons.items() if not why), None)
+    if taken is None:
+        raise RendererError(f"the chat template does not show a call with its result: {reasons[observed]}")
+    observed = taken
     both = ("result-1", "result-2")
     double = msgspec.structs.replace(observed, parallel=True)
     shown = (*both, "anchor", "anchor")  # the calls too: gpt-oss's template drops the second and keeps its result

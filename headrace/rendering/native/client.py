@@ -208,9 +208,10 @@ class ClientRenderer:
         for at, call in enumerate(message.calls):
             wire_id = self._format.syntax.wire_id(call.name, count + at)
             arguments = {"x": anchor} if anchor else self._arguments(call, text_of)
-            function = {"name": self._checked(call.name), "arguments": arguments}
+            given = arguments if self._format.traits.objects else json.dumps(arguments, ensure_ascii=False)
+            function = {"name": self._checked(call.name), "arguments": given}
             calls.append({"id": wire_id, "type": "function", "function": function})
-        content = "" if anchor or not message.text else text_of("thought", message.text)
+        content = self._format.traits.empty if anchor or not message.text else text_of("thought", message.text)
         return {"role": "assistant", "content": content, "tool_calls": calls}
 
     def _arguments(self, call: ClientCall, text_of: Any) -> dict[str, Any]:

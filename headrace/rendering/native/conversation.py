@@ -38,6 +38,10 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """It shows the tools that it gets; otherwise their schemas are put into the system text."""
     parallel: bool = True
     """It takes several calls in one turn."""
+    objects: bool = True
+    """It takes the arguments of a call as an object; otherwise as JSON text, as DeepSeek publishes them."""
+    empty: str | None = ""
+    """The content of a turn that has calls alone; None where the template asks for that."""
 
 
 class Conversation:
@@ -102,7 +106,7 @@ class Conversation:
             self._call(call.name, {self._first_argument(call.name): word}, count + index, call.wire_id)
             for index, (call, _) in enumerate(named)
         ]
-        return [{"role": "assistant", "content": "", "tool_calls": calls}]
+        return [{"role": "assistant", "content": self.traits.empty, "tool_calls": calls}]
 
     def _tool_messages(
         self, named: Sequence[tuple[ToolCall, ToolResult]], texts: Sequence[str], count: int
@@ -117,7 +121,8 @@ class Conversation:
         return {"role": "tool", "tool_call_id": wire_id, "name": name, "content": text}
 
     def _call(self, name: str, arguments: Mapping[str, str], index: int, written: str = "") -> Message:
-        function: dict[str, Any] = {"name": name, "arguments": dict(arguments)}
+        given = dict(arguments) if self.traits.objects else json.dumps(arguments, ensure_ascii=False)
+        function: dict[str, Any] = {"name": name, "arguments": given}
         return {"id": self._syntax.wire_id(name, index, written), "type": "function", "function": function}
 
     def _first_argument(self, name: str) -> str:
@@ -131,7 +136,7 @@ class Conversation:
             messages.append(
                 {
                     "role": "assistant",
-                    "content": "",
+                    "content": self.traits.empty,
                     "tool_calls": [self._call(name, {self._first_argument(name): FILLER}, index)],
                 }
             )
@@ -143,7 +148,7 @@ class Conversation:
         field for the thought of a turn with calls."""
         if not calls:
             return [{"role": "assistant", "content": mark}, _user(FILLER)]
-        turn: Message = {"role": "assistant", "content": ""}
+        turn: Message = {"role": "assistant", "content": self.traits.empty}
         if mark:
             turn[field] = mark
         turn["tool_calls"] = [

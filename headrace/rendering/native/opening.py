@@ -34,7 +34,13 @@ def detect(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSch
             reasons.setdefault(str(error), (isinstance(error, NoStopToken), name))
         else:
             return name
-    nearest = sorted(reasons, key=lambda reason: reasons[reason][0])[:2]
+    source = bundle.chat_template
+
+    def distance(reason: str) -> tuple[bool, bool]:
+        no_stop, name = reasons[reason]
+        return not any(mark in source for mark in SYNTAXES[name].marks), no_stop
+
+    nearest = sorted(reasons, key=distance)[:2]
     tried = "; ".join(f"{reasons[reason][1]}: {reason}" for reason in nearest)
     raise RendererError(
         f"the chat template fits none of the syntaxes {', '.join(SYNTAXES)} ({tried}); set [policy] chat_template to "

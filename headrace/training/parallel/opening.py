@@ -75,7 +75,7 @@ def joined(
     plans = world.gathered(plans, list[MemoryPlan])[0]
     for phase, needed in zip((config, _learning(config)), plans, strict=False):
         _check_memory(phase, needed, world)
-    sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
+    sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer", frozen=section.frozen)
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
     trainer.planned_bytes = plans[0].total
@@ -132,11 +132,15 @@ def _check(config: Config, policy: PolicyConfig) -> None:
             f"[trainer] mesh.context: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
             f"{mesh.context}"
         )
-    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
-    if settings.frozen or rounded:
-        key = "[trainer] frozen" if settings.frozen else '[weights] precision = "bf16" of a float32 policy'
+    if config.weights.precision == "bf16" and policy.dtype == "float32":
         raise TrainerError(
-            f"[trainer] mesh: expected one process with {key}, got {settings.ranks}; several cannot do that yet"
+            '[trainer] mesh: expected one process with [weights] precision = "bf16" of a float32 policy, got '
+            f"{settings.ranks}; several cannot do that yet"
+        )
+    if mesh.expert > 1 and (settings.frozen or policy.adapter):
+        raise TrainerError(
+            "[trainer] mesh.expert: expected 1 with frozen parameters or adapters, whose experts are no "
+            f"owners' to train; got {mesh.expert}"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.formats import SCALE
 from headrace.policy.layout.pieces import Pieces
@@ -25,6 +26,7 @@ from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
 from headrace.training.served.runs import Reader, ServedRun, packed
+from headrace.weights import tensor_state
 
 
 class Place(NamedTuple):
@@ -92,11 +94,12 @@ def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader
 
 
 @torch.no_grad()
-def fill(config: PolicyConfig, sharded: ShardedModel, read: far.Read) -> None:
+def fill(config: PolicyConfig, sharded: ShardedModel, read: far.Read, whole: Mapping[str, Place]) -> None:
     """Load this process's rows from a checkpoint, one part after the other, rounded to the policy's dtype. read: rows
-    of a published tensor."""
-    whole = places(config, sharded.shapes)
+    of a published tensor. whole: the tensors that the checkpoint has."""
     for part in parts(config, sharded):
+        if part.name not in whole:
+            continue
         row = torch.Size(whole[part.name].shape[1:]).numel()
         value = read(part.name, part.start // row, part.items // row)
         if not keeps_dtype(config, part.parameter):
@@ -126,15 +129,19 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
     in the others it gets them from the process of copy 0 that has the same ones. Returns the bytes that were read here,
     for itself and for other nodes, or by that process. All processes call it. CheckpointError of the policy."""
     count = 0
+    # A folder has no adapters, nor has a version of a policy without them: those of this one stay.
+    adapted = source.is_file() and any(map(low_rank.is_published, tensor_state.read(source)))
+    adapted = any(world.gathered(adapted, bool))
+    whole = places(config, sharded.shapes)
+    whole = {name: place for name, place in whole.items() if adapted or not low_rank.is_published(name)}
     if world.copy == 0:
         pieces: Pieces | _Loaded | None = None
         if world.place < world.holders.near:
-            whole = places(config, sharded.shapes)
             pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
             if not pieces.whole:
                 pieces = _Loaded(config, sharded.model.numerics, source)
         with far.reading(world.holders, pieces.rows if pieces is not None else None) as rows:
-            fill(config, sharded, rows)
+            fill(config, sharded, rows, whole)
         count = pieces.read_bytes if pieces is not None else 0
     for name, tensor in sharded.local.items():  # one after the other, so that no process has a second copy
         count, values = world.copied(partial(_told, count, name, tensor), int)

@@ -38,6 +38,7 @@ from headrace.policy.numerics import Numerics
 from headrace.policy.seam import PolicyModel
 from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
 from headrace.training.parallel.group import ProcessGroup, gather, scatter_sum
+from headrace.training.state import freeze
 
 OWNED = ("gate_up", "down")
 """Parameters of a mixture that hold one matrix per expert."""
@@ -111,22 +112,29 @@ class Policies(NamedTuple):
 
 
 def build(
-    config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False, fixed: bool = False
+    config: PolicyConfig,
+    numerics: Numerics,
+    world: ProcessGroup,
+    *,
+    offload: bool = False,
+    fixed: bool = False,
+    frozen: Sequence[str] = (),
 ) -> ShardedModel:
     """A sharded model with unset weights. With owners of experts `layout.divided` is true. offload: the shards are in
     the host's memory; not with owners of experts. fixed: the weights are never updated: shards have the policy's dtype,
-    and nothing stays gathered after a forward pass."""
+    and nothing stays gathered after a forward pass. frozen: patterns of parameters that are not trained."""
     # The whole model may be larger than the memory of a process.
     model = provider.build(config, numerics, device="meta")
     model.place, model.shared = world.device, world.context  # with offload the parameters are on the host
     model.most = lambda count: max(world.gathered(count, int))
     held = config.torch_dtype if fixed else torch.float32
+    owned = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    freeze(model, frozen)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(
         MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
     )
-    owned: set[nn.Parameter] = set()
     start: dict[str, int] = {}
     modules: list[FSDPModule] = []
     for index, layer in enumerate(model.blocks):
@@ -179,21 +187,22 @@ def _owned(whole: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 def _cut(
     module: nn.Module, world: ProcessGroup, policy: Policies, owned: set[nn.Parameter], held: torch.dtype
 ) -> FSDPModule:
-    """Shard the parameters that no inner module has sharded. They become uninitialised memory of dtype `held`, module
-    by module."""
-    ignored = owned & set(module.parameters())
+    """Shard the parameters that no inner module has sharded. They become uninitialised memory, module by module: of
+    dtype `held`, frozen ones of the policy's. owned: parameters that every process holds as they are."""
     renewed: dict[nn.Parameter, nn.Parameter] = {}  # a parameter may have several owners
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            if not parameter.requires_grad:
-                if parameter.is_meta:
-                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
-                    owner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
-                ignored.add(owner.get_parameter(name))
+            if parameter in owned and parameter.is_meta:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+                owner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+                owned.add(owner.get_parameter(name))
             elif not isinstance(parameter, DTensor) and parameter not in owned:
-                new = renewed.setdefault(parameter, nn.Parameter(torch.empty(parameter.shape, dtype=held)))
+                learns = parameter.requires_grad
+                memory = torch.empty(parameter.shape, dtype=held if learns else parameter.dtype)
+                new = renewed.setdefault(parameter, nn.Parameter(memory, requires_grad=learns))
                 owner.register_parameter(name, new)
                 renewed[new] = new
+    ignored = owned & set(module.parameters())
     cut: FSDPModule = fully_shard(
         module, mesh=world.mesh, mp_policy=policy.cast, offload_policy=policy.place, ignored_params=ignored
     )

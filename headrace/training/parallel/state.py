@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from headrace.algorithms.adamw import AdamW, OptimizerSettings
 from headrace.kernels import mxfp8, operators
 from headrace.messages.weights import TensorInfo
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import initial
 from headrace.policy.provider import keeps_dtype
@@ -93,7 +94,15 @@ class ShardedState(TrainerState):
     def draw(self, seed: int) -> None:
         """The random weights of a new policy with this seed, as they are served: this process's rows of them. It holds
         one whole parameter at a time."""
-        for name, whole in initial.values(self.model.config, self.sharded.shapes, seed):
+        self._take(initial.values(self.model.config, self.sharded.shapes, seed))
+
+    @torch.no_grad()
+    def adapt(self, seed: int) -> None:
+        """New adapters with this seed: this process's rows of them."""
+        self._take(low_rank.initial(self.sharded.shapes, seed))
+
+    def _take(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        for name, whole in values:
             held = self.sharded.local[name]
             start = self.sharded.start[name]
             if held.numel():

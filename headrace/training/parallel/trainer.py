@@ -238,6 +238,8 @@ class ShardedTrainer(PolicyTrainer):
     def fill(self, source: Path | None) -> None:
         """Set the weights to those of a checkpoint folder or a snapshot file, or of a new policy: this process reads or
         draws its own rows. All processes call it. CheckpointError of the policy."""
+        if self.state.model.config.adapter:
+            self.sharded.adapt(self.config.run.seed)
         if source is None:
             self.sharded.draw(self.config.run.seed)
         else:

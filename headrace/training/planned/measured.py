@@ -25,7 +25,6 @@ from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Mesh
 from headrace.messages.rollout import Span
 from headrace.policy import scoring as rescoring
-from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
 from headrace.policy.provider import build
@@ -33,7 +32,7 @@ from headrace.policy.seam import PolicyModel
 from headrace.training.figures.layout import Layout
 from headrace.training.guard import StateSnapshot
 from headrace.training.planned.shadow import Shadow
-from headrace.training.state import TrainerState
+from headrace.training.state import TrainerState, freeze
 
 ENDS = 2
 """Layers at each end of a pass that are noted one by one."""
@@ -238,10 +237,7 @@ class _Process:
         return Passes(gradients, {label: value - began for label, value in shadow.peaks.items()})
 
     def _model(self) -> PolicyModel:
-        model = build(self.config, self.numerics)
-        for name, parameter in model.named_parameters() if self.config.adapter else ():
-            parameter.requires_grad_(low_rank.is_adapter(name))
-        return model
+        return freeze(build(self.config, self.numerics), ())
 
     def _state(self, settings: OptimizerSettings) -> TrainerState:
         if self.world is None:

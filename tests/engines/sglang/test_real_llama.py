@@ -28,11 +28,12 @@ from headrace.rendering.schemas import TABLE
 from headrace.weights import tensor_state
 from tests.policy.gguf.test_convert import written
 from tests.support import tiny
+from tests.support.adapters import Adapters, are_served
 from tests.support.engines import LATEST, Record
 from tests.support.paths import ROOT
 from tests.support.sglang.opening import opened
 from tests.support.sglang.requests import begun
-from tests.support.sglang.server_fixture import python
+from tests.support.sglang.server_fixture import prepared, python
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
@@ -168,3 +169,12 @@ async def test_a_version_is_swapped_in_place_under_a_turn(served: Served) -> Non
     gap = served.worst(record)
     print(f"largest difference {gap:.2e} nats in two spans, pause {stats['pause_ms']:.0f} ms")
     assert gap < NATS_TOLERANCE
+
+
+async def test_adapters_are_loaded_beside_the_checkpoint(tmp_path: Path) -> None:
+    versions = Adapters(tiny.config(heads=4, kv_heads=2, experts=0, top_k=0), tmp_path)
+    engine = prepared(versions, tmp_path, swap="abort")
+    try:
+        await are_served(engine, versions)
+    finally:
+        await engine.stop()

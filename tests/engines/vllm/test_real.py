@@ -15,6 +15,7 @@ from headrace.engines.vllm.backend import GENERATE
 from headrace.messages.rollout import Span
 from headrace.rendering.tokenizer import Tokenizer
 from tests.support import tiny
+from tests.support.adapters import Adapters, are_served
 from tests.support.chat_formats import tokenizer_json
 from tests.support.engines import Versions, keeps_a_schema, request
 from tests.support.sglang.opening import ask
@@ -64,6 +65,15 @@ async def test_an_answer_keeps_its_schema(tmp_path: Path) -> None:
     config = tiny.config(heads=4, kv_heads=2, experts=0, top_k=0, vocab=-(-len(tokenizer) // 64) * 64)
     async with real(Versions(config, tmp_path, exact=False), tmp_path, file) as engine:
         await keeps_a_schema(engine, tokenizer, stop)
+
+
+async def test_adapters_are_loaded_beside_the_checkpoint(tmp_path: Path) -> None:
+    versions = Adapters(DENSE, tmp_path)
+    engine = vllm_engine(versions.config, tmp_path, swap="abort")
+    try:
+        await are_served(engine, versions)
+    finally:
+        await engine.stop()
 
 
 def checksums_of(engine: object) -> checksums.Digest:

@@ -56,6 +56,8 @@ READ = {
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "moonshotai-Kimi-K2": "kimi_k2",
     "openai-gpt-oss-120b": "harmony",
+    "published-DeepSeek-R1": "deepseek",
+    "published-DeepSeek-V3.1": "deepseek",
     "unsloth-mistral-Devstral-Small-2507": "mistral",
 }
 """Every other template of the package is refused by a RendererError."""
@@ -66,6 +68,8 @@ PAIRS = [
     ("Qwen3.5-4B", "qwen3"),
     ("MiMo-VL", "qwen3"),
     ("deepseek-ai-DeepSeek-V3.1", "deepseek_v3"),
+    ("published-DeepSeek-V3.1", "deepseek_v3"),
+    ("published-DeepSeek-R1", "deepseek_v3"),
     ("openai-gpt-oss-120b", "gptoss"),
     ("meta-llama-Llama-3.1-8B-Instruct", "llama3_1"),
     ("meta-llama-Llama-3.2-3B-Instruct", "llama3_1"),
@@ -80,9 +84,9 @@ PAIRS = [
 No package on PyPI or npm has MiniMax-M2's tokenizer, so its template's tokens are added to gpt-oss's vocabulary."""
 MERGED = {"Qwen3.5-4B"}
 """Its prompt ends in ``<think>`` and a newline, which the whole text merges with the newline of empty thinking."""
-RENDERED_OTHERWISE = {"MiniMax-M2", "mistralai-Mistral-Nemo-Instruct-2407"}
+RENDERED_OTHERWISE = {"MiniMax-M2", "mistralai-Mistral-Nemo-Instruct-2407", "published-DeepSeek-R1"}
 """MiniMax-M2 shows no empty thinking in earlier turns. Mistral-Nemo shows the system text in a user's message while
-that message is the last one, and nowhere once a turn follows."""
+that message is the last one, and nowhere once a turn follows. DeepSeek-R1 closes results only where no turn follows."""
 CONTENTS = ("plain", "\n\nlead", "é🙂 ünï", '{"a": "b"}', "    indented\n\tcode", "x\n" * 40, "7")
 HOSTILE = (
     "<|im_end|>",
@@ -116,6 +120,14 @@ def test_every_other_template_is_refused_by_name() -> None:
     for name in others:
         with pytest.raises(RendererError, match="fits none of the syntaxes"):
             detect(*tiny(name), TOOLS)
+
+
+def test_the_first_template_of_deepseek_v3_is_refused_because_it_ends_no_turn_of_one_call() -> None:
+    settings = json.loads((chat_packages.tokenizer("deepseek_v3") / "tokenizer_config.json").read_text())
+    source = settings["chat_template"]
+    bundle = chat_formats.bundle("hermes", chat_template=source, special_tokens={"bos_token": "<s>"})
+    with pytest.raises(RendererError, match="deepseek: the chat template writes none of the stop tokens <｜end▁of"):
+        detect(bundle, Tokenizer.parse(chat_formats.tokenizer_for(source)), TOOLS)
 
 
 @lru_cache(1)
@@ -164,13 +176,15 @@ def messages_of(
     """written: the ids that the calls were written with; empty where the syntax writes none."""
     syntax = SYNTAXES[READ[template]]
     system = "You are a coding agent."
-    if template == "deepseek-ai-DeepSeek-V3.1":  # it takes no tools itself
+    if "DeepSeek" in template:  # it takes no tools itself
         shown = "\n".join(json.dumps(tool.function()["function"]) for tool in TOOLS)
         system += f"\n\nYou have these tools, each with the JSON Schema of its arguments:\n{shown}"
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": task}]
     for index, (output, argument) in enumerate(zip(outputs, arguments, strict=True)):
         id = syntax.wire_id("search", index, written[index])
-        function = {"name": "search", "arguments": {"query": argument}}
+        given = {"query": argument}
+        text = json.dumps(given, ensure_ascii=False)
+        function = {"name": "search", "arguments": text if template in chat_packages.PUBLISHED else given}
         messages.append(
             {"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function", "function": function}]}
         )
@@ -244,6 +258,8 @@ WITHOUT_THINKING = {
     "meta-llama-Llama-3.3-70B-Instruct",
     "mistralai-Mistral-Nemo-Instruct-2407",
     "moonshotai-Kimi-K2",
+    "published-DeepSeek-R1",
+    "published-DeepSeek-V3.1",
 }
 """Templates that write no thinking of a message."""
 

@@ -297,3 +297,24 @@ def test_a_configured_system_message_is_in_the_prompt_of_a_task_with_tools_and_w
     assert configured.tokenizer.decode(configured.prompt("What is 3 + 4?")).count(asked.system) == 1
     assert shipped.tokenizer.decode(shipped.prompt("What is 3 + 4?")).count(SYSTEM) == bool(tools)
     assert (configured.bundle, shipped.bundle) == (asked.sha256, default.sha256)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_template_gets_arguments_as_text_and_no_content_where_it_asks_for_that(content: str) -> None:
+    source = chat_formats.CHATML.replace(
+        "{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+        "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments + '}' }}",
+    ).replace(
+        "'\\n' + m.content }}\n{%- for call in m.tool_calls or []",
+        "'\\n' + (m.content or '') }}\n{%- for call in m.tool_calls if m.content is none",
+    )
+    bundle = chat_formats.bundle("hermes", chat_template=source)
+    format = build(bundle, Tokenizer.parse(bundle.tokenizer_json), schemas.TABLE)
+    assert not format.format.traits.objects and format.format.traits.empty is None
+    turn = [("search", {"query": content}), ("search", {"query": "second"})]
+    usual = renderer("hermes")
+    assert format.turn(turn) == usual.turn(turn)
+    calls = format.parse(format.turn(turn), prompt=format.prompt("go")).calls
+    assert [(call.name, call.arguments, call.error) for call in calls] == [(*call, "") for call in turn]
+    history = [answered(calls, content, "other")]
+    assert format.delta(history, stopped=None) == usual.delta(history, stopped=None)

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,8 @@ def arguments() -> list[str]:
     return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else [*ARGUMENTS]
 
 
-def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> OneServer:
-    """An engine whose server is not started. more: of its arguments."""
+def prepared(versions: Versions, folder: Path, more: Sequence[str] = (), **others: Any) -> OneServer:
+    """An engine whose server is not started. more: of its arguments. others: of `OneServer`."""
     tokenizer = folder / "tokenizer.json"
     Tokenizer.train((), 256 + len(schemas.tags())).save(tokenizer)
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
@@ -47,7 +48,7 @@ def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> OneS
     server = Server(python(), log)
     return sglang_engine(
         versions.config, folder / "stage", server=server, args=args, tokenizer=tokenizer,
-        max_batch=MAX_RUNNING,
+        max_batch=MAX_RUNNING, **others,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +29,16 @@ def python() -> str:
 
 
 def vllm_engine(
-    config: PolicyConfig, folder: Path, more: Sequence[str] = (), tokenizer: Path | None = None
+    config: PolicyConfig, folder: Path, more: Sequence[str] = (), tokenizer: Path | None = None, **others: Any
 ) -> OneServer:
-    """An engine whose server is not started. more: of its arguments. tokenizer: of the run."""
+    """An engine whose server is not started. more: of its arguments. tokenizer: of the run.
+    others: of `OneServer`."""
     options = ServerOptions(python=python(), args=(*ARGUMENTS, *more))
     log = Path(os.environ.get("HEADRACE_VLLM_LOG") or folder / "server.log")
     server = Server(options.python, log)
     backend = Vllm(config, options, Wire(server.url), MOST)
     return OneServer(
-        config, folder / "stage", backend, server=server, tokenizer=tokenizer, max_batch=MOST, start_s=240.0
+        config, folder / "stage", backend, server=server, tokenizer=tokenizer, max_batch=MOST, start_s=240.0, **others
     )
 
 

@@ -63,6 +63,7 @@ def unknown(config: PolicyConfig, ranks: Ranks = ONE) -> str:
         config.kv_heads % count and count % config.kv_heads
     )
     reasons = {
+        "adapters": bool(config.adapter),
         "the provider transformers": bool(config.source),
         f"the architecture {config.model_type}": config.model_type not in ("", "llama"),
         "biases of attention": config.qkv_bias or config.out_bias,

@@ -6,19 +6,29 @@ keeps the file when the store drops it. The file is hashed once for all servers 
 bits that the trainer published, or the version is refused before any request is paused.
 
 The path never changes, because the server renames its model after every path that it loads.
+
+A policy with adapters is two things here: the weights under them, written once, which the server starts with, and the
+adapter of a version as a PEFT folder, which it loads beside them. They are copies: the file has both.
 """
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
+import msgspec
+from safetensors.torch import save_file
+
 from headrace.engines.base import EngineError, RefusedVersion
+from headrace.policy.adapters import low_rank, peft
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import hugging_face
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from headrace.weights.state import WeightError
 
+ADAPTER = "adapter"
+"""The folder with a version's adapter, in that of the checkpoint under it."""
 RECENT = 4
 """Number of files that are known."""
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
@@ -69,19 +79,32 @@ class Stage:
             part.unlink(missing_ok=True)
             os.link(path, part)
             (verified or Verified()).require(part, state_hash)
-            os.replace(part, self.model)
+            if self._config.adapter:
+                self._divide(part)
+            else:
+                os.replace(part, self.model)
         except (OSError, WeightError) as error:
             kind = RefusedVersion if isinstance(error, WeightError) else EngineError
             raise kind(f"version {version} cannot be staged from {path}: {error}") from error
         finally:
             part.unlink(missing_ok=True)  # os.replace keeps both names of one file
 
+    def _divide(self, version: Path) -> None:
+        """Write the adapter of a version as a PEFT folder, and once what is under it, which no version changes."""
+        tensors = tensor_state.read(version)
+        peft.write(self._config, tensors, str(self.folder), self.folder / ADAPTER)
+        if not self.model.exists():
+            part = self.folder / ".base.part"
+            save_file({name: t for name, t in tensors.items() if not low_rank.is_published(name)}, part)
+            os.replace(part, self.model)
+
     def _describe(self) -> None:
         """Write config.json and the tokenizer files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # transformers gives a Llama, Mistral or DeepSeek without this field an end of its own, id 2 or 1.
-        shape = json.loads(self._config.source) if self._config.source else hugging_face.as_json(self._config)
-        shape["eos_token_id"] = None
+        bare = msgspec.structs.replace(self._config, adapter=None)
+        shape = json.loads(bare.source) if bare.source else hugging_face.as_json(bare)
+        shape |= {**hugging_face.older(shape), "eos_token_id": None}
         texts = {"config.json": json.dumps(shape, indent=2) + "\n"}
         if self._tokenizer is not None:
             texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")
@@ -95,6 +118,7 @@ class Stage:
 
     def remove(self) -> None:
         """Delete the folder's files, which frees their memory."""
+        shutil.rmtree(self.folder / ADAPTER, ignore_errors=True)
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
         if self.folder.exists() and not any(self.folder.iterdir()):
