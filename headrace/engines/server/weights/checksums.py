@@ -12,7 +12,6 @@ experts and divides their inner width.
 
 import asyncio
 import hashlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.policy.config import PolicyConfig
-from headrace.weights import tensor_state
+from headrace.weights import snapshot, tensor_state
 
 VOCAB_PAD = 64
-THREADS = 8
-"""The most threads that compute the checksums of a server on a GPU."""
 Digest = Callable[..., str]
 """A server's checksum of a tensor, from its parts (`*parts`), whose bytes are one behind the other: no copy is made."""
 RECENT = 4
@@ -84,7 +81,7 @@ def expected(
     """The checksums by `label`, of a snapshot file that a server on `device` holds in `dtype`. It holds the file alone,
     and copies of what is converted or divided by columns."""
     kind, tensors = getattr(torch, dtype), tensor_state.read(path)
-    threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
+    threads = 1 if device == "cpu" else snapshot.threads()
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[tuple[str, Future[str]]] = deque()
