@@ -61,20 +61,20 @@ def _tiles(words: Words, first: int, end: int, size: np.uint32, tile: Words) -> 
         begun = first + at
         part = words[at : min(words.size, at + TILE - begun % TILE)]
         at += part.size
-        one, two, base = tile[0], tile[1], np.uint32(begun)
+        left, right, base = tile[0], tile[1], np.uint32(begun)
         for offset in range(part.size):
             index, word = np.uint32(base + np.uint32(offset)), part[offset]
             turned = np.uint32(index << np.uint32(15) | index >> np.uint32(17))
             mixed = np.uint32(index * np.uint32(0x27D4EB2D) + np.uint32(_SEED)) ^ turned ^ word
             mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
             mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
-            one = np.uint32(one + (mixed ^ mixed >> np.uint32(16)))
+            left = np.uint32(left + (mixed ^ mixed >> np.uint32(16)))
             turned = np.uint32(index << np.uint32(13) | index >> np.uint32(19))
             mixed = np.uint32(index * np.uint32(0x165667B1) + np.uint32(_SECOND)) ^ turned ^ word
             mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
             mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
-            two = np.uint32(two + (mixed ^ mixed >> np.uint32(16)))
-        tile[0], tile[1] = one, two
+            right = np.uint32(right + (mixed ^ mixed >> np.uint32(16)))
+        tile[0], tile[1] = left, right
         if (first + at) % TILE == 0 or first + at == end:
             for lane in range(2):
                 mixed = np.uint32(tile[lane] ^ size)

@@ -182,20 +182,20 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.process.wait(60)
 
 
-def written(folder: Path) -> None:
+def written(folder: Path, url: str, changes: dict[str, Any]) -> None:
     """The configuration of a tiny run in a job's folder: run.toml as a deployment needs it, and here.toml, which names
     the credentials where they are."""
     sections: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "deploy" / "demo.toml").read_text())
     of_job = {
         "run.id": "r1",
         "run.dir": str(folder / "runs"),
-        "bus.url": "nats://n1:4222",
+        "bus.url": url,
         "bus.credentials": "/etc/headrace/credentials",
         "trainer.device": "cpu",
         "production.enabled": False,
         "curriculum.steps": STEPS,
     }
-    for key, value in (TINY | of_job).items():
+    for key, value in (TINY | of_job | changes).items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     lines = []
@@ -209,7 +209,7 @@ def written(folder: Path) -> None:
 def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    written(job)
+    written(job, "nats://n1:4222", {})
     seeds, binary = str(job / "credentials"), str(Path(sys.executable).parent / "headrace")
     words = ["deploy", "slurm", str(job), "--config", str(job / "run.toml"), "--binary", binary, "--nodes", "2"]
     assert main(words) == 0
