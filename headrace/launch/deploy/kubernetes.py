@@ -83,7 +83,10 @@ def _container(
         sets += [f"engine.options.server_devices={json.dumps(renumbered(served.server_devices))}"]
     serves = "gateway" in process.actors
     if serves:
+        names = (f"headrace-{process.name}", f"headrace-{process.name}.{NAMESPACE}")
+        urls = [*config.production.public_urls, *(f"http://{name}:{gateway_port(config)}" for name in names)]
         sets += [f'production.host="{ANYWHERE}"', f"production.port={gateway_port(config)}"]
+        sets += [f"production.public_urls={json.dumps(urls)}"]
         ports += [{"name": "gateway", "containerPort": gateway_port(config)}]
     probe = {"httpGet": {"path": HEALTH, "port": "gateway"}, "periodSeconds": 10}
     return {

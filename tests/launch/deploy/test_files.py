@@ -197,6 +197,10 @@ def test_memory_disks_gpus_and_ports_come_from_the_run() -> None:
         == load(RECIPE, parser().parse_args(gateway["args"]).set).production.port
     )
     assert port, "[production] port is 0, any free one, in this file"
+    assert (
+        f"http://headrace-gateway:{port}"
+        in load(RECIPE, parser().parse_args(gateway["args"]).set).production.public_urls
+    )
 
 
 def test_a_job_has_the_gpus_of_trainer_and_servers_and_a_receiver_on_every_node() -> None:
