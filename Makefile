@@ -13,8 +13,8 @@ CONFIG  ?= deploy/demo.toml
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 # What `headrace images` calls for registries and Dockerfiles. The demo uses no container image.
 IMAGES := skopeo buildah crun
-# Proxies that stand in front of the gateway in tests.
-PROXIES := nginx-light caddy
+# Proxies that stand in front of the gateway in tests, and a registry for images.
+PROXIES := nginx-light caddy docker-registry
 
 # The CPU environment of the SGLang server: 3 GB, created by `make test-sglang` and `make demo-sglang-pretrained`.
 SGLANG  := .cache/sglang

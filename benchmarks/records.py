@@ -2,19 +2,20 @@
 
 The attempts have random routes of a mixture (48 layers, 8 of 128 experts by default), which are the worst case: 242
 bytes a position hold a uniform choice. `route_bytes` and `broker_bytes` count one position; gigabytes and CPU-seconds
-count 15 million.
+count 15 million. Figures that begin with `shared` are those of a sampler and a trainer that share a folder (`[bus]
+blob_dir`).
 
     python -m benchmarks.records --attempts 24 --positions 4000
 """
 
 import argparse
-import asyncio
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import uvloop
 
 from benchmarks.conditions import arguments, at_most, finish
 from headrace.actors.rollout.publication import publish
@@ -22,6 +23,7 @@ from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
+from headrace.bus.payloads.shared_memory import SharedMemoryStore
 from headrace.messages.base import Array
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import Span, Turn
@@ -43,9 +45,14 @@ def random_routes(positions: int, layers: int, k: int, experts: int) -> np.ndarr
 
 
 async def measure(
-    attempts: int, turns: int, positions: int, shape: tuple[int, int, int], folder: Path
+    attempts: int, turns: int, positions: int, shape: tuple[int, int, int], folder: Path, *, shared: bool
 ) -> dict[str, float]:
-    """Publish the attempts as a rollout actor does, and fetch them as a trainer does."""
+    """Publish the attempts as a rollout actor does, and fetch them as a trainer does. shared: through one folder."""
+
+    def share(bus: Bus) -> None:
+        if shared:
+            bus.use_shared_memory(SharedMemoryStore.open(folder / "blobs", "never", "node"))
+
     raw = [random_routes(positions, *shape) for _ in range(turns)]
     spent: dict[str, float] = {}
 
@@ -58,6 +65,7 @@ async def measure(
         async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
             await declare(admin)
         async with await Bus.connect(server.url, role="rollout", credentials=server.credentials) as bus:
+            share(bus)
             for slot in range(attempts):
                 issued: SlotIssued = msgspec.structs.replace(records.issued("g1", slot, 0), run="step")
                 made = records.trajectory(issued)
@@ -82,7 +90,9 @@ async def measure(
                 at = time.process_time()
                 await publish(bus, msgspec.structs.replace(made, turns=tuple(recorded)), log.first)
                 lap("pack_and_publish", at)
-        async with await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus:
+            learner = await Bus.connect(server.url, role="trainer", credentials=server.credentials)
+            share(learner)
+        async with learner as bus:
             stored = [each.seq async for each in bus.history("HR_TRAJ", TRAJ.at(run="step", group="g1"))]
             group = BatchGroup(group="g1", close_seq=1, slots=tuple((seq, 10**6) for seq in stored))
             at = time.process_time()
@@ -121,11 +131,16 @@ def main() -> None:
     args = arguments(parser, attempts=1, turns=1, positions=200)
     with tempfile.TemporaryDirectory() as folder:
         shape = (args.layers, args.top_k, args.experts)
-        made = asyncio.run(measure(args.attempts, args.turns, args.positions, shape, Path(folder)))
+        made = dict[str, float]()
+        for shared in (False, True):
+            place = Path(folder) / str(shared)
+            figures = uvloop.run(measure(args.attempts, args.turns, args.positions, shape, place, shared=shared))
+            made |= {f"shared_{name}" if shared else name: value for name, value in figures.items()}
     targets = {
         "route_bytes": at_most(made["route_bytes"], 260.0),
         "broker_gb": at_most(made["broker_gb"], 4.5),
-        "cpu_s": at_most(made["cpu_s"], 20.0),
+        "shared_broker_gb": at_most(made["shared_broker_gb"], 0.1),
+        "shared_cpu_s": at_most(made["shared_cpu_s"], 20.0),
     }
     finish(made, targets, "zstandard", "numpy")
 

@@ -10,7 +10,8 @@ checksums that they must report.
 Counted for the last version: inodes with its bits, in memory and on disks, and the memory that no file backs of sender,
 receiver and this process above what they had before. A server's own weights do not count: on a GPU they are in its
 memory. `large_s` is computed for `LARGE_GIB`: each part's processor seconds here, divided by the threads that it has on
-such a node, with `LOAD_S` assumed for the load from host memory into eight GPUs.
+such a node (`THREADS`: the trainer's four processes write, the rest is the other programs'), with `LOAD_S` assumed for
+the load from host memory into its GPUs.
 """
 
 import argparse
@@ -50,7 +51,8 @@ from headrace.policy.numerics_probe import probe
 from headrace.weights import snapshot, tensor_state
 
 RUN = "rnode"
-LARGE_GIB, THREADS, LOAD_S = 57.0, 8, 4.0
+LARGE_GIB, LOAD_S = 57.0, 4.0
+THREADS = {"write": snapshot.THREADS // 2, "encode": 16, "hash": snapshot.THREADS, "checksums": snapshot.THREADS}
 SMALL = ("--skip-tokenizer-init", "--dtype", "bfloat16", "--mem-fraction-static", "0.7", "--max-total-tokens", "2048")
 """More arguments of a server: CPU's share of memory holds no weights of a GiB."""
 CONFIG = """
@@ -210,7 +212,7 @@ async def measure(args: argparse.Namespace) -> Figures:
                 stage.remove()
             await node.close()
     # The receiver and the engine each hash the file once.
-    per_gib = node.cpu["write"] + node.cpu["encode"] + 2 * node.cpu["hash"] + node.cpu["checksums"]
+    per_gib = sum(node.cpu[part] * (2 if part == "hash" else 1) / threads for part, threads in THREADS.items())
     return {
         "gib": node.bytes / 2**30,
         "copies": held["this"],
@@ -219,7 +221,7 @@ async def measure(args: argparse.Namespace) -> Figures:
         "files_on_disk": held["disk"],
         **{f"{part}_s": value for part, value in seconds.items()},
         **{f"{part}_cpu_s_per_gib": value for part, value in node.cpu.items()},
-        "large_s": per_gib * LARGE_GIB / THREADS + LOAD_S,
+        "large_s": per_gib * LARGE_GIB + LOAD_S,
     }
 
 

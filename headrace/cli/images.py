@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.cli.arguments import add_config, integer
-from headrace.launch.output import complain, say_report
+from headrace.launch.output import complain, say, say_report
+from headrace.launch.runs import RunError
 from headrace.terminal_text import plain
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
     from headrace.vmhost.images.imported import Image
+    from headrace.vmhost.images.skopeo import Copying
 
 
 class ImageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +59,20 @@ def add(commands: "Commands") -> None:
         nargs="?",
         metavar="SOURCE",
         help="reference with its tag, such as docker.io/org/app:1.2; archive (docker save, OCI layout) or root "
-        "file system; docker-daemon:NAME:TAG or containers-storage:NAME:TAG by skopeo; Dockerfile or its folder",
+        "file system; docker-daemon:NAME:TAG or containers-storage:NAME:TAG by skopeo; Dockerfile or its folder; "
+        "pull: with --suite",
     )
+    parser.add_argument(
+        "--suite", action="append", metavar="NAME", help="pull: the images of its tasks and verifiers; may be repeated"
+    )
+    parser.add_argument(
+        "--registry",
+        action="append",
+        default=[],
+        metavar="FROM=TO",
+        help="copy references that begin with FROM (docker.io/org) from TO (mirror:5000/org)",
+    )
+    parser.add_argument("--parallel", type=integer(1), default=4, help="pull: images at once; default: 4")
     parser.add_argument("--name", default="", help="name of the image in the store; default: from its tag or file name")
     parser.add_argument(
         "--tag",
@@ -83,6 +97,14 @@ def images(args: argparse.Namespace) -> int:
     cache = Path(environment.cache_dir).absolute()
     if args.source is None:
         return list_images(cache, verify=args.verify)
+    places = dict(each.split("=", 1) for each in args.registry if "=" in each.strip("="))
+    if len(places) < len(args.registry):
+        raise RunError(f"--registry expects FROM=TO, each FROM once, got {' '.join(args.registry)}")
+    copying = skopeo.Copying(insecure=environment.insecure_registries, timeout_s=args.timeout_s, places=places)
+    if (args.source == "pull") != bool(args.suite):
+        raise RunError("--suite belongs to pull: headrace images pull --suite NAME")
+    if args.suite:
+        return pull(args, cache, copying)
     path, memory = Path(args.source), args.memory_mb or imported.MEMORY_MB
     request = imported.Request(name=args.name, memory_mb=memory)
     if args.file or building.is_recipe(path):
@@ -97,9 +119,25 @@ def images(args: argparse.Namespace) -> int:
     elif path.exists() or ":" not in args.source:
         show_image(imported.take(cache, path, args.name, args.tag, memory))
     else:
-        copying = skopeo.Copying(insecure=environment.insecure_registries, timeout_s=args.timeout_s)
         show_image(skopeo.take(cache, args.source, request, copying, complain))
     return 0
+
+
+def pull(args: argparse.Namespace, cache: Path, copying: "Copying") -> int:
+    """Store the images that suites name and the store lacks; 1 when one could not be stored."""
+    from headrace.cli.tasks.suites import images_of
+    from headrace.launch import admission
+    from headrace.tasks import open_suite
+    from headrace.tasks.certificates import sample_of
+    from headrace.vmhost.images import skopeo
+
+    opened = [open_suite(admission.suite(name), args.settings.tasks.dir) for name in args.suite]
+    named = sorted(set[str]().union(*(images_of(suite, sample_of(suite)) for suite in opened)))
+    failed = skopeo.take_all(cache, named, copying, args.parallel, complain)
+    for reason in failed.values():
+        complain(reason)
+    say(f"{len(named) - len(failed)} of {len(named)} images of {', '.join(args.suite)} are stored")
+    return 1 if failed else 0
 
 
 def _tell_line(line: str) -> None:

@@ -16,7 +16,7 @@ from headrace.launch.runs import RunError
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
     from headrace.cli.arguments import Commands
-    from headrace.launch.runs import RunDir
+    from headrace.launch.session import OpenRun
     from headrace.messages.base import Message
     from headrace.messages.product import Promotion
 
@@ -34,6 +34,7 @@ def _add_gate(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("gate", help="show the candidate's stage; promote, roll back")
     add_run(parser)
+    add_elsewhere(parser)
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "--promote", type=integer(0), metavar="VERSION", help="serve this version to users at once, without the gate"
@@ -48,8 +49,7 @@ def _add_gate(commands: "Commands") -> None:
 
 async def gate(args: argparse.Namespace) -> int:
     """Print one JSON line per verdict, and a last line with the present state."""
-    from headrace.launch import runs
-    from headrace.launch.session import bus_of
+    from headrace.launch.session import run_of
     from headrace.ledger.gate import GateLine
     from headrace.messages.product import GateState, GateVerdict, gate_key
     from headrace.messages.subjects import EVENT
@@ -59,30 +59,26 @@ async def gate(args: argparse.Namespace) -> int:
     if args.rollback:
         return await rollback(args)
 
-    folder = runs.find(args.run)
-    async with bus_of(folder) as bus:
-        where = EVENT.where(run=folder.id, actor="feedback", type=GateVerdict.type_name)
-        async for received in bus.history("HR_EVENT", where):
+    async with run_of(args.run, args.config) as run:
+        where = EVENT.where(run=run.id, actor="feedback", type=GateVerdict.type_name)
+        async for received in run.bus.history("HR_EVENT", where):
             say_report(GateLine(verdict=received.message))
-        entry = await (await bus.kv("HR_PRODUCT")).get(gate_key(folder.id))
-        state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=folder.id)
+        entry = await (await run.bus.kv("HR_PRODUCT")).get(gate_key(run.id))
+        state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=run.id)
         say_report(GateLine(now=state))
     return 0
 
 
 async def promote(args: argparse.Namespace) -> int:
     """Request the promotion from the run's feedback actor, and wait for its answer."""
-    from headrace.config import Config, branch_name, load
-    from headrace.launch import runs
-    from headrace.launch.session import bus_of
+    from headrace.config import branch_name
+    from headrace.launch.session import run_of
     from headrace.messages.product import Promotion
 
-    folder = runs.find(args.run)
-    config = load(folder.config) if folder.config.is_file() else Config()
-    branch = branch_name(folder.id, config.feedback) if args.branch else ""
-    async with bus_of(folder) as bus:
-        await ask(bus, Promotion(run=folder.id, version=args.promote, branch=branch, reason=args.reason))
-    say(f"version {args.promote}{f' of {branch}' if branch else ''} serves new sessions of run {folder.id}")
+    async with run_of(args.run, args.config) as run:
+        branch = branch_name(run.id, run.config.feedback) if args.branch else ""
+        await ask(run.bus, Promotion(run=run.id, version=args.promote, branch=branch, reason=args.reason))
+    say(f"version {args.promote}{f' of {branch}' if branch else ''} serves new sessions of run {run.id}")
     return 0
 
 
@@ -90,19 +86,17 @@ async def rollback(args: argparse.Namespace) -> int:
     """Request the previous version from the run's feedback actor, and wait for its answer."""
     import msgspec
 
-    from headrace.launch import runs
-    from headrace.launch.session import bus_of
+    from headrace.launch.session import run_of
 
-    folder = runs.find(args.run)
-    async with bus_of(folder) as bus:
-        records = await promoted(bus, folder.id)
+    async with run_of(args.run, args.config) as run:
+        records = await promoted(run.bus, run.id)
         earlier = [record for record in records if record.policy != records[-1].policy]
         if not earlier:
-            raise RunError(f"run {folder.id} has no version that was promoted before the present one")
+            raise RunError(f"run {run.id} has no version that was promoted before the present one")
         target = earlier[-1]
-        await ask(bus, msgspec.structs.replace(target, reason="rollback by an operator"))
+        await ask(run.bus, msgspec.structs.replace(target, reason="rollback by an operator"))
     name = f"version {target.version}{f' of {target.branch}' if target.branch else ''}"
-    say(f"{name} serves new sessions of run {folder.id} again")
+    say(f"{name} serves new sessions of run {run.id} again")
     return 0
 
 
@@ -152,6 +146,7 @@ def _add_purge(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("purge", help="delete a user's data everywhere; write a certificate")
     add_run(parser, optional=False)
+    add_elsewhere(parser)
     parser.add_argument("user", help="the user's name, as the client sends it; or the hash, with --hash")
     parser.add_argument("--tenant", default="", help="the user's tenant; without it that of [production]")
     parser.add_argument("--hash", action="store_true", help="USER is the hash that names the user on the bus")
@@ -166,12 +161,12 @@ async def purge(args: argparse.Namespace) -> int:
         return await readmit(args)
     import msgspec
 
-    from headrace.launch import runs
+    from headrace.launch.session import run_of
     from headrace.messages.product import PurgeCertificate, PurgeUser
 
-    folder = runs.find(args.run)
-    user = await _hash(folder, args)
-    answer = await _ask(folder, PurgeUser(user=user))
+    async with run_of(args.run, args.config) as run:
+        user = await _hash(run, args)
+        answer = await _ask(run, PurgeUser(user=user))
     if not isinstance(answer, PurgeCertificate):
         raise RunError(f"the user was not purged: {_detail(answer)}", 1)
     path = Path(args.output or f"purge-{user}.json")
@@ -182,47 +177,40 @@ async def purge(args: argparse.Namespace) -> int:
 
 async def readmit(args: argparse.Namespace) -> int:
     """Request from the run's feedback actor that a user is trained on again."""
-    from headrace.launch import runs
+    from headrace.launch.session import run_of
     from headrace.messages.operations import Ack
     from headrace.messages.product import ReadmitUser
 
-    folder = runs.find(args.run)
-    answer = await _ask(folder, ReadmitUser(user=await _hash(folder, args)))
+    async with run_of(args.run, args.config) as run:
+        answer = await _ask(run, ReadmitUser(user=await _hash(run, args)))
     if not isinstance(answer, Ack) or not answer.ok:
         raise RunError(f"the user was not readmitted: {_detail(answer)}", 1)
     say(answer.detail)
     return 0
 
 
-async def _hash(folder: "RunDir", args: argparse.Namespace) -> str:
+async def _hash(run: "OpenRun", args: argparse.Namespace) -> str:
     """The hash that names the user on the bus. KeysRefused where the operator's seed cannot open the gateways' key."""
-    from headrace.config import Config, load
     from headrace.gateway.tenants.store import secret
     from headrace.gateway.user_keys import UserKeys
-    from headrace.launch.session import bus_of
     from headrace.messages.product import USERS_SECRET
 
     if args.hash:
         return str(args.user)
-    config = load(folder.config) if folder.config.is_file() else Config()
-    async with bus_of(folder) as bus:
-        users = UserKeys(await secret(bus, USERS_SECRET))
-    return users.hash(args.tenant or config.production.tenant, args.user)
+    users = UserKeys(await secret(run.bus, USERS_SECRET))
+    return users.hash(args.tenant or run.config.production.tenant, args.user)
 
 
-async def _ask(folder: "RunDir", message: "Message") -> "Message":
+async def _ask(run: "OpenRun", message: "Message") -> "Message":
     """The answer of the run's feedback actor. RunError where it gives none."""
     from headrace.bus.errors import BusError
-    from headrace.launch.session import bus_of
     from headrace.messages.subjects import RPC
 
-    async with bus_of(folder) as bus:
-        try:
-            return await bus.request(
-                RPC.at(service="feedback", caller=bus.role, method="purge"), message, timeout=PURGE_S
-            )
-        except BusError as error:
-            raise RunError(f"the feedback actor of run {folder.id} did not answer: {error}", 1) from None
+    subject = RPC.at(service="feedback", caller=run.bus.role, method="purge")
+    try:
+        return await run.bus.request(subject, message, timeout=PURGE_S)
+    except BusError as error:
+        raise RunError(f"the feedback actor of run {run.id} did not answer: {error}", 1) from None
 
 
 def _detail(answer: "Message") -> str:

@@ -185,7 +185,7 @@ async def order(args: argparse.Namespace, **fields: Any) -> int:
     from headrace.messages.subjects import EVENT
     from headrace.messages.training import TrainerOrder
 
-    async with run_of(args.run, args.config) as (run, bus, _):
+    async with run_of(args.run, args.config) as (run, bus, *_):
         where = EVENT.at(run=run, actor="operator", type=TrainerOrder.type_name)
         seq = await bus.publish(where, TrainerOrder(run=run, **fields))
         try:

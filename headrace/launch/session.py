@@ -19,6 +19,7 @@ class OpenRun(NamedTuple):
     bus: "Bus"
     served: bool
     """Its broker was running before this command; False when the command opened the store of a finished run."""
+    config: Config
 
 
 def looped(body: Awaitable[int]) -> int:
@@ -41,10 +42,10 @@ async def run_of(name: str, config_path: str = "", role: str = "operator") -> As
 
     if not config_path:
         folder = runs.find(name)
-        shared = folder.config.is_file() and bool(load(folder.config).bus.url)
-        served = shared or running(folder.broker) is not None
+        config = load(folder.config) if folder.config.is_file() else Config()
+        served = bool(config.bus.url) or running(folder.broker) is not None
         async with bus_of(folder, role) as bus:
-            yield OpenRun(folder.id, bus, served)
+            yield OpenRun(folder.id, bus, served, config)
         return
     config = load(config_path)
     if not config.run.id or not config.bus.url:
@@ -52,7 +53,7 @@ async def run_of(name: str, config_path: str = "", role: str = "operator") -> As
     keys = of_run(config.bus.credentials, config.run.id)
     async with await Bus.connect(config.bus.url, role=role, credentials=keys or None) as bus:
         _show_skipped(bus)
-        yield OpenRun(config.run.id, bus, True)
+        yield OpenRun(config.run.id, bus, True, config)
 
 
 def _show_skipped(bus: "Bus") -> None:

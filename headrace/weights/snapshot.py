@@ -26,8 +26,13 @@ from headrace.weights.state import Bits, WeightError
 
 _MAX_HEADER = 100 << 20
 _serial = itertools.count()
-THREADS, ALONE = 8, 64 << 20
-"""The most threads that hash a file, and the bytes up to which one does."""
+THREADS, ALONE = 16, 64 << 20
+"""The most threads that read or write a version, and the bytes up to which one hashes a file."""
+
+
+def threads() -> int:
+    """The threads of this machine that read or write a version."""
+    return min(THREADS, len(os.sched_getaffinity(0)))
 
 
 def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -182,8 +187,7 @@ class Snapshot:
             for info, array in zip(self.tensors, self.arrays(), strict=True)
             for start, count in state.blocks(info)
         )
-        threads = min(THREADS, len(os.sched_getaffinity(0))) if len(self._map) > ALONE else 1
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads() if len(self._map) > ALONE else 1) as pool:
             return b"".join(pool.map(state.block_hash, parts))
 
     def state_hash(self) -> str:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headrace.engines.base import UnusableEngine
 from headrace.engines.server.http import Wire
+from headrace.engines.server.weights.checksums import Digest
 from headrace.engines.server.weights.lock import VersionFile
 from headrace.messages.rollout import Lane
 
@@ -183,7 +183,7 @@ class Backend(Protocol):
     async def load_folder(self, folder: Path, label: str) -> None:
         """Load a checkpoint folder in place under a new label. EngineError when it was refused."""
 
-    def digest(self, device: str, largest: int) -> Callable[[Tensor], str] | None:
+    def digest(self, device: str, largest: int) -> Digest | None:
         """The server's checksum of a tensor on this device, of up to `largest` bytes; None when it is not known."""
 
     async def checksums(self, ranks: int) -> dict[str, str]:

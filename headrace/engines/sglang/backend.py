@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headrace.engines.base import EngineError
@@ -31,7 +30,7 @@ from headrace.engines.server.backend import (
     Way,
 )
 from headrace.engines.server.http import LARGE, ServerError, Wire
-from headrace.engines.server.weights.checksums import label
+from headrace.engines.server.weights.checksums import Digest, label, sha256
 from headrace.engines.server.weights.staging import ADAPTER
 from headrace.engines.sglang import capabilities, cuda_digest, metrics, versions
 from headrace.engines.sglang.options import SglangOptions
@@ -261,7 +260,7 @@ class Sglang:
         if answer.get("success") is not True:
             raise EngineError(f"the server could not load {label}: {answer.get('message')}")
 
-    def digest(self, device: str, largest: int) -> Callable[[Tensor], str] | None:
+    def digest(self, device: str, largest: int) -> Digest | None:
         """The function of 0.5.23, on the CPU or on a GPU that can hash its largest tensor."""
         if device == "cpu":
             return digest
@@ -282,10 +281,9 @@ class Sglang:
         return out
 
 
-def digest(tensor: Tensor) -> str:
+def digest(*parts: Tensor) -> str:
     """The checksum of a tensor on the CPU: the first eight bytes of SHA-256 over its bits."""
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(bits.data).digest()[:8].hex()
+    return sha256(*parts)[:16]
 
 
 def load_of(reply: Mapping[str, Any]) -> Load:

@@ -13,10 +13,10 @@ whose memory belongs to the server. The loop releases the interpreter's lock.
 """
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.weights import tensor_state
 from headrace.weights.codecs.loops import compiled
 
 Words = NDArray[np.uint32]
@@ -27,41 +27,61 @@ MOST_BYTES = 4 * (2**31 - TILE)
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _SEED = 0x243F6A88
 _SECOND = (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _MASK32
-_LANES = np.array([[_SEED, 0x27D4EB2D, 15, 17], [_SECOND, 0x165667B1, 13, 19]], np.uint32)
 
 
-def digest(tensor: Tensor) -> str:
-    """The checksum (16 hex digits) of a tensor of any dtype and shape, as if it were on a GPU. ValueError above
-    `MOST_BYTES`."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if data.size > MOST_BYTES:
-        raise ValueError(f"expected a tensor of at most {MOST_BYTES} bytes, got {data.size}")
-    if not data.size:
+def digest(*parts: Tensor) -> str:
+    """The checksum (16 hex digits) of a tensor, as if it were on a GPU: of the bytes of its parts, one behind the
+    other. ValueError above `MOST_BYTES`."""
+    pieces = [tensor_state.bits(part).view(np.uint8) for part in parts]
+    size = sum(piece.size for piece in pieces)
+    if size > MOST_BYTES:
+        raise ValueError(f"expected a tensor of at most {MOST_BYTES} bytes, got {size}")
+    if not size:
         return f"{0:016x}"
-    words = np.pad(data, (0, -data.size % 4)) if data.size % 4 else data
-    total = _tiles(words.view("<u4"), np.uint32(-(-data.size // 4) * 4 & _MASK32), _LANES)
-    return f"{_splitmix64(int(total)):016x}"
+    if any(piece.size % 4 for piece in pieces):
+        pieces = [np.concatenate([*pieces, np.zeros(-size % 4, np.uint8)])]
+    total, first, tile, padded = 0, 0, np.zeros(2, np.uint32), -(-size // 4)
+    for piece in pieces:
+        words = piece.view("<u4")
+        total += _tiles(words, first, padded, np.uint32(padded * 4 & _MASK32), tile)
+        first += words.size
+    return f"{_splitmix64(total & _MASK64):016x}"
 
 
 @compiled
-def _tiles(words: Words, size: np.uint32, lanes: Words) -> int:
-    """The sum over all tiles, modulo 2 ** 64. size: bytes of the tensor, modulo 2 ** 32. lanes: seed, factor, turn of
-    an index, and 32 minus the turn, of each of the two hashes."""
-    total = np.uint64(0)
-    for start in range(0, words.size, TILE):
-        for lane in range(2):
-            seed, factor, left, right = lanes[lane]
-            tile = np.uint32(0)
-            for at in range(start, min(start + TILE, words.size)):
-                index = np.uint32(at)
-                mixed = np.uint32(index * factor + seed) ^ np.uint32(index << left | index >> right) ^ words[at]
+def _tiles(words: Words, first: int, end: int, size: np.uint32, tile: Words) -> int:
+    """The sum over the tiles that end in these words, modulo 2 ** 64. first: index of the first word. end: number of
+    words of the tensor. size: its bytes, modulo 2 ** 32. tile: the two sums of the tile that the words before began.
+
+    The seeds, factors and turns are constants, not arguments: the compiler then makes vector code of the loop, which
+    takes a third of the time (0.20 and 0.59 s a GiB).
+    """
+    total, at = np.uint64(0), 0
+    while at < words.size:
+        begun = first + at
+        part = words[at : min(words.size, at + TILE - begun % TILE)]
+        at += part.size
+        left, right, base = tile[0], tile[1], np.uint32(begun)
+        for offset in range(part.size):
+            index, word = np.uint32(base + np.uint32(offset)), part[offset]
+            turned = np.uint32(index << np.uint32(15) | index >> np.uint32(17))
+            mixed = np.uint32(index * np.uint32(0x27D4EB2D) + np.uint32(_SEED)) ^ turned ^ word
+            mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
+            mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
+            left = np.uint32(left + (mixed ^ mixed >> np.uint32(16)))
+            turned = np.uint32(index << np.uint32(13) | index >> np.uint32(19))
+            mixed = np.uint32(index * np.uint32(0x165667B1) + np.uint32(_SECOND)) ^ turned ^ word
+            mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
+            mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
+            right = np.uint32(right + (mixed ^ mixed >> np.uint32(16)))
+        tile[0], tile[1] = left, right
+        if (first + at) % TILE == 0 or first + at == end:
+            for lane in range(2):
+                mixed = np.uint32(tile[lane] ^ size)
                 mixed = np.uint32((mixed ^ mixed >> np.uint32(16)) * np.uint32(0x85EBCA6B))
                 mixed = np.uint32((mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35))
-                tile = np.uint32(tile + (mixed ^ mixed >> np.uint32(16)))
-            tile ^= size
-            tile = np.uint32((tile ^ tile >> np.uint32(16)) * np.uint32(0x85EBCA6B))
-            tile = np.uint32((tile ^ tile >> np.uint32(13)) * np.uint32(0xC2B2AE35))
-            total += np.uint64(tile ^ tile >> np.uint32(16)) << np.uint64(32 * (1 - lane))
+                total += np.uint64(mixed ^ mixed >> np.uint32(16)) << np.uint64(32 * (1 - lane))
+                tile[lane] = 0
     return int(total)
 
 

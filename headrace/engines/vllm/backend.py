@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headrace.engines.base import EngineError
 from headrace.engines.server.backend import (
@@ -41,6 +39,7 @@ from headrace.engines.server.backend import (
 from headrace.engines.server.http import LARGE, ServerError, Wire
 from headrace.engines.server.options import ServerOptions
 from headrace.engines.server.reply import checked, garbled
+from headrace.engines.server.weights.checksums import Digest, sha256
 from headrace.engines.server.weights.checksums import label as rank_label
 from headrace.engines.server.weights.staging import ADAPTER
 from headrace.messages.rollout import Lane
@@ -279,9 +278,9 @@ class Vllm:
             await self.wire.post("/collective_rpc", asked, UPDATE_S)
         await self.wire.post("/update_weight_version", {"new_version": label})
 
-    def digest(self, device: str, largest: int) -> Callable[[Tensor], str] | None:
+    def digest(self, device: str, largest: int) -> Digest | None:
         """SHA-256 over the bits, on every device."""
-        return digest
+        return sha256
 
     async def checksums(self, ranks: int) -> dict[str, str]:
         """The checksums in an answer of /weight_checker."""
@@ -301,12 +300,6 @@ class Vllm:
 def rank_above(rank: int) -> int:
     """The smallest rank of adapters that the server has buffers for, and that is not below `rank`."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
-
-
-def digest(tensor: Tensor) -> str:
-    """The checksum of a tensor."""
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(bits.data).hexdigest()
 
 
 def _rows(coded: str) -> NDArray[np.signedinteger]:

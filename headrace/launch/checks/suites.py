@@ -90,7 +90,7 @@ def sandboxes(config: Config) -> Iterator[Finding]:
         yield bad(
             "environment.cache_dir",
             f"{section.cache_dir} lacks {len(names)} of the images of the suites' tasks, such as "
-            f"{', '.join(names[:SHOWN])}: {unknown[names[0]]}; fetch them with `headrace images pull`, or set "
+            f"{', '.join(names[:SHOWN])}: {unknown[names[0]]}; run `headrace images pull --suite NAME`, or set "
             "environment.cache_dir to the folder that has them",
         )
     elif images := sum(machines.values()):

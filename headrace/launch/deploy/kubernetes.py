@@ -83,8 +83,11 @@ def _container(
         sets += [f"engine.options.server_devices={json.dumps(renumbered(served.server_devices))}"]
     serves = "gateway" in process.actors
     if serves:
-        sets += [f'production.host="{ANYWHERE}"']
-        ports += [{"name": "gateway", "containerPort": config.production.port}]
+        names = (f"headrace-{process.name}", f"headrace-{process.name}.{NAMESPACE}")
+        urls = [*config.production.public_urls, *(f"http://{name}:{gateway_port(config)}" for name in names)]
+        sets += [f'production.host="{ANYWHERE}"', f"production.port={gateway_port(config)}"]
+        sets += [f"production.public_urls={json.dumps(urls)}"]
+        ports += [{"name": "gateway", "containerPort": gateway_port(config)}]
     probe = {"httpGet": {"path": HEALTH, "port": "gateway"}, "periodSeconds": 10}
     return {
         "name": f"headrace-{process.name}",
@@ -98,6 +101,11 @@ def _container(
         **({"ports": ports} if ports else {}),
         **({"readinessProbe": probe} if serves else {}),
     }
+
+
+def gateway_port(config: Config) -> int:
+    """Where the gateway listens: a service needs a port that is known."""
+    return config.production.port or 8750
 
 
 def renumbered(devices: Sequence[str]) -> list[str]:
@@ -286,7 +294,7 @@ def manifests(config: Config, toml: str, nats_conf: str, image: str) -> list[dic
         objects.append(_volume("snapshots", "ReadWriteMany", versions.chains_kept(config) * version))
     for process in processes(config):
         if "gateway" in process.actors:
-            objects.append(_service(f"headrace-{process.name}", [{"name": "gateway", "port": config.production.port}]))
+            objects.append(_service(f"headrace-{process.name}", [{"name": "gateway", "port": gateway_port(config)}]))
     if page is not None:
         process, site = page
         objects.append(deployment([process], image, config, {"name": "page", "containerPort": site.port}))

@@ -1,11 +1,12 @@
-"""A Slurm job: the broker and the single actors on the first node; machines, rollouts and a receiver on every node.
+"""A Slurm job: the broker and the single actors on the first node; machines, rollouts and a receiver on every node; a
+trainer's ranks on as many nodes as its mesh takes.
 
 The job may be requeued at any time: the shared folder contains the streams, and unfinished work is delivered again.
 """
 
 import shlex
 
-from headrace.config import Config
+from headrace.config import Config, ConfigError
 from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import Process, processes
 
@@ -22,7 +23,10 @@ def _step(process: Process, binary: str, where: str) -> str:
 
 
 def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
-    """Name to content."""
+    """Name to content. ConfigError when the trainer needs more nodes."""
+    trainer = config.trainer
+    if trainer.nodes > nodes:
+        raise ConfigError(f"trainer.mesh: its ranks need {trainer.nodes} nodes, got --nodes {nodes}")
     single: list[Process] = []
     every: list[Process] = []
     for process in processes(config):
@@ -37,6 +41,12 @@ def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
         told = f'echo "live page: {site.page} on $FIRST; to open it elsewhere: ssh -N {site.forwards} $FIRST"\n'
     first = "\n".join(_step(process, binary, '--nodes=1 --ntasks=1 --nodelist="$FIRST"') for process in single)
     rest = "\n".join(_step(process, binary, f"--nodes={nodes} --ntasks-per-node=1") for process in every)
+    port = trainer.rendezvous.rpartition(":")[2]
+    joining = "".join(
+        f"\nsrun --overlap --nodes=1 --ntasks=1 --relative={number} {shlex.join([binary, 'trainer', 'join'])} \\\n"
+        f'  "$FOLDER/run.toml" --node {number} --master "$FIRST:{port}" &'
+        for number in range(1, trainer.nodes)
+    )
     script = f"""#!/bin/bash
 #SBATCH --job-name=headrace-{config.run.id}
 #SBATCH --nodes={nodes}
@@ -66,7 +76,7 @@ for _ in $(seq 120); do (exec 3<>"/dev/tcp/$FIRST/4222") 2>/dev/null && break; s
 {binary} bus declare --url "$URL" --credentials "$FOLDER/credentials"
 
 {first}
-{rest}
+{rest}{joining}
 code=0
 wait -n || code=$?
 echo "a process of the run ended with code $code" >&2

@@ -88,6 +88,7 @@ def base(cache: Path, say: Say) -> Path:
     if shutil.which("mmdebstrap") is None:
         raise VmhostError("mmdebstrap is missing, which makes the guest image: apt-get install mmdebstrap")
     say("guest image: fetching Debian packages (once, about half a minute)")
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
         work = Path(making)
         download(work / "base.tar", _PACKAGES, "--variant=extract")

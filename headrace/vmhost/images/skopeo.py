@@ -12,7 +12,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,16 @@ class Copying(msgspec.Struct, frozen=True, kw_only=True):
     """Registries (``HOST:PORT``) that may answer without TLS, or with a certificate that nobody signed."""
     timeout_s: float = 3600.0
     """Limit of the whole copy."""
+    places: Mapping[str, str] = {}
+    """Start of a reference (``docker.io/org``) to where it is copied from (``mirror:5000/org``); the longest counts."""
+
+    def place(self, reference: str) -> str:
+        """Where a reference is copied from. The image keeps its reference, by which tasks name it."""
+        starts = [start for start in self.places if re.match(rf"{re.escape(start)}(?![^/:@])", reference)]
+        if not starts:
+            return reference
+        start = max(starts, key=len)
+        return self.places[start] + reference[len(start) :]
 
 
 class _Blob(msgspec.Struct):
@@ -96,6 +107,33 @@ def take(cache: Path, source: str, request: Request, copying: Copying, say: Call
         raise VmhostError(f"{reference} can't be imported: its manifest cannot be read: {error}") from None
 
 
+def take_all(
+    cache: Path, references: Sequence[str], copying: Copying, parallel: int, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Import images of registries that the store lacks. Returns the reason of each that could not be.
+
+    Each gets a name of its own, because registries may have equal ones. The first two are copied one by one: the
+    store then knows the layers that all share.
+    """
+
+    def one(reference: str) -> str:
+        stored = imported.find(cache, reference)
+        if stored is not None and store.segments(cache, stored.boundaries):
+            return ""
+        marked = hashlib.sha256(reference.encode()).hexdigest()[:8]
+        request = Request(name=f"{imported.name_of(reference)[:54]}-{marked}")
+        try:
+            take(cache, reference, request, copying, say)
+        except VmhostError as error:
+            return str(error)
+        say(f"{reference}: stored")
+        return ""
+
+    with ThreadPoolExecutor(parallel) as pool:
+        reasons = [*map(one, references[:2]), *pool.map(one, references[2:])]
+    return {reference: reason for reference, reason in zip(references, reasons, strict=True) if reason}
+
+
 def _reference(text: str) -> str:
     """A reference with registry, and with a tag or a digest. VmhostError when the text is none."""
     name, at, digest = imported.full(text).partition("@")
@@ -123,7 +161,8 @@ class _Copy:
     def __init__(self, layout: Path, reference: str, copying: Copying) -> None:
         self._layout, self._reference, self._copying = layout, reference, copying
         self._ends = time.monotonic() + copying.timeout_s
-        self._checked = str(reference.partition("/")[0] not in copying.insecure).lower()
+        self._from = copying.place(reference)
+        self._checked = str(self._from.partition("/")[0] not in copying.insecure).lower()
         self._places = layout / "blobs" / "sha256"
 
     def registry(self, cache: Path, say: Callable[[str], None]) -> None:
@@ -132,7 +171,7 @@ class _Copy:
         An empty file under a layer's name stands for the layer: with such files skopeo fetches the manifest and the
         configuration alone, which say what is missing.
         """
-        inspect = ["inspect", "--no-tags", f"--tls-verify={self._checked}", f"{REGISTRY}{self._reference}"]
+        inspect = ["inspect", "--no-tags", f"--tls-verify={self._checked}", f"{REGISTRY}{self._from}"]
         asked = msgspec.json.decode(self._skopeo(inspect, _DOCUMENT), type=_Asked)
         layers = [msgspec.convert({"digest": digest}, _Blob) for digest in asked.layers or ()]
         for left in self._places.iterdir():
@@ -140,7 +179,7 @@ class _Copy:
                 left.unlink()
         for layer in layers:
             self._place(layer).touch()
-        repository = re.sub(r":[^/:]*$", "", self._reference.partition("@")[0])
+        repository = re.sub(r":[^/:]*$", "", self._from.partition("@")[0])
         source = f"{REGISTRY}{repository}@{asked.digest}"  # the tag may move meanwhile
         self.run(source, _DOCUMENT)
         missing = self._missing(cache)

@@ -190,7 +190,17 @@ def test_memory_disks_gpus_and_ports_come_from_the_run() -> None:
     gateway = pods_of(objects)["gateway"]["containers"][0]
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/healthz"
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
-    assert services["headrace-gateway"]["ports"][0]["port"] == config.production.port
+    port = services["headrace-gateway"]["ports"][0]["port"]
+    assert (
+        port
+        == gateway["ports"][-1]["containerPort"]
+        == load(RECIPE, parser().parse_args(gateway["args"]).set).production.port
+    )
+    assert port, "[production] port is 0, any free one, in this file"
+    assert (
+        f"http://headrace-gateway:{port}"
+        in load(RECIPE, parser().parse_args(gateway["args"]).set).production.public_urls
+    )
 
 
 def test_a_job_has_the_gpus_of_trainer_and_servers_and_a_receiver_on_every_node() -> None:

@@ -1,4 +1,5 @@
-"""The generated job on a real Slurm cluster of two nodes: it trains, is requeued in the middle, and continues.
+"""The generated job on a real Slurm cluster of two nodes: ranks of both train, it is requeued in the middle, and
+continues.
 
 Each node has a slurmd in a network of its own with a host name of its own, and both reach each other by a bridge. They
 and slurmctld are in one namespace of processes and one outer network, so their fixed ports collide with nothing and all
@@ -28,8 +29,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
-        os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "unshare", "nsenter"))),
-        reason="needs root and Slurm: apt-get install slurmctld slurmd slurm-client",
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter"))),
+        reason="needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge",
     ),
 ]
 STEPS = 6
@@ -37,8 +39,8 @@ CONF = """
 ClusterName=tests
 SlurmctldHost=n1
 SlurmUser=root
-AuthType=auth/none
-CredType=cred/none
+AuthType=auth/munge
+CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/linear
@@ -54,6 +56,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 KillWait=30
 MinJobAge=600
+AuthInfo=socket=/run/munge.socket.2
 NodeName=n[1-2] CPUs={cpus} RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
 """
@@ -78,6 +81,9 @@ mount --bind {folder}/hosts /etc/hosts
 ip link set lo up
 until ip link set eth0 up 2>/dev/null; do sleep 0.05; done
 ip addr add 10.97.0.$1/24 dev eth0
+mount -t tmpfs none /run
+munged --force --key-file={folder}/munge.key --socket=/run/munge.socket.2 --pid-file=/run/munged.pid \
+  --seed-file=/run/munge.seed --log-file={folder}/munged-$1.log
 if [ $1 = 1 ]; then slurmctld -D -f {conf} & fi
 exec slurmd -D -f {conf} -N n$1
 """
@@ -137,6 +143,8 @@ class Cluster:
             (folder / name).mkdir()
         self.conf = folder / "slurm.conf"
         self.conf.write_text(CONF.format(folder=folder, cpus=os.cpu_count()))
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o400)
         (folder / "hosts").write_text("127.0.0.1 localhost\n10.97.0.1 n1\n10.97.0.2 n2\n")
         for name, text in (("outside.sh", OUTSIDE), ("node.sh", NODE)):
             (folder / name).write_text(text.format(folder=folder, conf=self.conf))
@@ -182,20 +190,20 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.process.wait(60)
 
 
-def written(folder: Path) -> None:
+def written(folder: Path, url: str, changes: dict[str, Any]) -> None:
     """The configuration of a tiny run in a job's folder: run.toml as a deployment needs it, and here.toml, which names
     the credentials where they are."""
     sections: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "deploy" / "demo.toml").read_text())
     of_job = {
         "run.id": "r1",
         "run.dir": str(folder / "runs"),
-        "bus.url": "nats://n1:4222",
+        "bus.url": url,
         "bus.credentials": "/etc/headrace/credentials",
         "trainer.device": "cpu",
         "production.enabled": False,
         "curriculum.steps": STEPS,
     }
-    for key, value in (TINY | of_job).items():
+    for key, value in (TINY | of_job | changes).items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     lines = []
@@ -209,7 +217,8 @@ def written(folder: Path) -> None:
 def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    written(job)
+    ranks = {"trainer.mesh.shard": 2, "trainer.node_ranks": 1, "trainer.rendezvous": "0.0.0.0:29500"}
+    written(job, "nats://n1:4222", ranks)
     seeds, binary = str(job / "credentials"), str(Path(sys.executable).parent / "headrace")
     words = ["deploy", "slurm", str(job), "--config", str(job / "run.toml"), "--binary", binary, "--nodes", "2"]
     assert main(words) == 0
@@ -220,6 +229,8 @@ def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Pa
     cluster.run(sys.executable, "-c", FOLLOW, seeds, str(STEPS - 1))
     state = cluster.run("scontrol", "show", "job", number)
     assert "Restarts=1" in state, state
+    steps = cluster.run("scontrol", "show", "step", number)
+    assert sum("NodeList=n2\n" in each for each in steps.split("StepId=")) == 1, "the rank that joined, beside both's"
     report = json.loads(cluster.run(binary, "audit", "r1", "--config", str(job / "here.toml"), cwd=job))
     assert report["balanced"] and report["trained"] > 0, report
     seen = json.loads(cluster.run(sys.executable, "-c", NODES, seeds))

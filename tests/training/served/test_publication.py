@@ -71,8 +71,11 @@ def test_a_published_file_has_the_bytes_and_the_hash_of_the_state(tmp_path: Path
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("size", [2, 3])
-def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "threads"), [(2, 2), (3, 2), (2, 16)])
+def test_blocks_of_several_processes_and_threads_get_the_hash_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, threads: int
+) -> None:
+    monkeypatch.setattr(snapshot, "threads", lambda: threads)
     whole = {"a": torch.randn(70, 33), "b": torch.randn(5), "c": torch.randn(4000).bfloat16()}
     described, whole_runs = runs.whole(world.POLICY, whole)
     values: list[object] = [None] * size
@@ -83,8 +86,18 @@ def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: i
         out = []
         for run in whole_runs:
             begin, end = run.items * rank // size, run.items * (rank + 1) // size
-            out.append(runs.ServedRun(run.name, begin, end - begin, shifted(run, begin)))
+            out.append(runs.ServedRun(run.name, begin, end - begin, noted(shifted(run, begin))))
         return out
+
+    meeting = threading.Barrier(3)
+
+    def noted(read: Callable[[int, int], state.Bits]) -> Callable[[int, int], state.Bits]:
+        def call(start: int, count: int) -> state.Bits:
+            if threads > 2 and start == 0:
+                meeting.wait(30.0)  # two processes alone read two runs at once
+            return read(start, count)
+
+        return call
 
     publishers = [Publisher(Together(rank, values, all_here)) for rank in range(size)]
     told = [

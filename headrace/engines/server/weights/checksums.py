@@ -11,9 +11,9 @@ experts and divides their inner width.
 """
 
 import asyncio
-import os
+import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.policy.config import PolicyConfig
-from headrace.weights import tensor_state
+from headrace.weights import snapshot, tensor_state
 
 VOCAB_PAD = 64
-THREADS = 8
-"""The most threads that compute the checksums of a server on a GPU."""
-Digest = Callable[[Tensor], str]
-"""A server's checksum of a tensor."""
+Digest = Callable[..., str]
+"""A server's checksum of a tensor, from its parts (`*parts`), whose bytes are one behind the other: no copy is made."""
 RECENT = 4
 """Number of versions, layouts and dtypes whose checksums are kept."""
 
@@ -81,25 +79,33 @@ def unknown(config: PolicyConfig, ranks: Ranks = ONE) -> str:
 def expected(
     path: str | Path, config: PolicyConfig, dtype: str, digest: Digest, ranks: Ranks = ONE, device: str = "cpu"
 ) -> dict[str, str]:
-    """The checksums by `label`, of a snapshot file that a server on `device` holds in `dtype`. Besides the file it
-    holds one fused tensor per thread."""
+    """The checksums by `label`, of a snapshot file that a server on `device` holds in `dtype`. It holds the file alone,
+    and copies of what is converted or divided by columns."""
     kind, tensors = getattr(torch, dtype), tensor_state.read(path)
-    threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
+    threads = 1 if device == "cpu" else snapshot.threads()
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[tuple[str, Future[str]]] = deque()
         for rank in range(ranks.tensor):
-            for name, part in _fused(shard(tensors, config, rank, ranks), config, ranks):
+            for name, parts in _fused(shard(tensors, config, rank, ranks), config, ranks):
                 if len(pending) == threads:
                     first, sum_of_first = pending.popleft()
                     out[first] = sum_of_first.result()
-                pending.append((label(name, rank, ranks.tensor), pool.submit(_digest_as, digest, part, kind)))
+                pending.append((label(name, rank, ranks.tensor), pool.submit(_digest_as, digest, parts, kind)))
         out.update((name, value.result()) for name, value in pending)
     return out
 
 
-def _digest_as(digest: Digest, tensor: Tensor, dtype: torch.dtype) -> str:
-    return digest(tensor.to(dtype))
+def _digest_as(digest: Digest, parts: Sequence[Tensor], dtype: torch.dtype) -> str:
+    return digest(*(part.to(dtype) for part in parts))
+
+
+def sha256(*parts: Tensor) -> str:
+    """The SHA-256 (hex) of a tensor's bits, from its parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(tensor_state.bits(part).data)
+    return digest.hexdigest()
 
 
 class Expectations:
@@ -168,37 +174,37 @@ def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, of: Ra
 def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks = ONE) -> dict[str, Tensor]:
     """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's and
     vLLM's Qwen3 and Llama models."""
-    return dict(_fused(tensors, config, ranks))
+    out = {name: torch.cat(parts) for name, parts in _fused(tensors, config, ranks)}
+    held = config.experts // ranks.experts
+    return {
+        name: whole.view(held, -1, whole.shape[-1]) if ".experts." in name else whole for name, whole in out.items()
+    }
 
 
-def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """The items of `fused`, each made when it is asked for."""
-    yield "model.norm.weight", tensors["model.norm.weight"]
+def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks) -> Iterator[tuple[str, list[Tensor]]]:
+    """The items of `fused`, each as its parts in order."""
+    yield "model.norm.weight", [tensors["model.norm.weight"]]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
             padding = -config.vocab % VOCAB_PAD if ranks.tensor == 1 else 0
-            yield name, F.pad(tensors[name], (0, 0, 0, padding))
+            yield name, [tensors[name], tensors[name].new_zeros(padding, config.dim)]
     for index in range(config.layers):
         at = f"model.layers.{index}."
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{at}{name}.weight", tensors[f"{at}{name}.weight"]
+            yield f"{at}{name}.weight", [tensors[f"{at}{name}.weight"]]
         for name in ("q_norm", "k_norm", "o_proj") if config.qk_norm else ("o_proj",):
-            yield f"{at}self_attn.{name}.weight", tensors[f"{at}self_attn.{name}.weight"]
-        yield f"{at}self_attn.qkv_proj.weight", torch.cat([tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"])
+            yield f"{at}self_attn.{name}.weight", [tensors[f"{at}self_attn.{name}.weight"]]
+        yield f"{at}self_attn.qkv_proj.weight", [tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"]
         if config.experts:
             names = (f"{at}mlp.experts.{expert}." for expert in range(config.experts))
             experts = [name for name in names if f"{name}up_proj.weight" in tensors]
-            yield f"{at}mlp.gate.weight", tensors[f"{at}mlp.gate.weight"]
+            yield f"{at}mlp.gate.weight", [tensors[f"{at}mlp.gate.weight"]]
             halves = [tensors[f"{name}{half}_proj.weight"] for name in experts for half in ("gate", "up")]
-            yield f"{at}mlp.experts.w13_weight", torch.cat(halves).view(len(experts), -1, config.dim)
-            yield f"{at}mlp.experts.w2_weight", torch.stack([tensors[f"{n}down_proj.weight"] for n in experts])
+            yield f"{at}mlp.experts.w13_weight", halves
+            yield f"{at}mlp.experts.w2_weight", [tensors[f"{name}down_proj.weight"] for name in experts]
         else:
-            yield f"{at}mlp.gate_up_proj.weight", _gate_up(tensors, f"{at}mlp.")
-            yield f"{at}mlp.down_proj.weight", tensors[f"{at}mlp.down_proj.weight"]
-
-
-def _gate_up(tensors: Mapping[str, Tensor], at: str) -> Tensor:
-    return torch.cat([tensors[f"{at}gate_proj.weight"], tensors[f"{at}up_proj.weight"]])
+            yield f"{at}mlp.gate_up_proj.weight", [tensors[f"{at}mlp.{half}_proj.weight"] for half in ("gate", "up")]
+            yield f"{at}mlp.down_proj.weight", [tensors[f"{at}mlp.down_proj.weight"]]
 
 
 def difference(wanted: Mapping[str, str], served: Mapping[str, str]) -> str:

@@ -1,6 +1,8 @@
 """Checksums of a server on a GPU: the function itself, and the first load that decides whether they are compared."""
 
 import asyncio
+import hashlib
+import itertools
 import logging
 from pathlib import Path
 
@@ -65,6 +67,14 @@ def test_the_digest_is_that_of_the_bytes_in_the_order_of_the_elements(dtype: tor
         other = content.clone()
         other[at] ^= 1
         assert cuda_digest.digest(other) != cuda_digest.digest(content)
+
+
+@pytest.mark.parametrize("ends", [(4, 32768, 40000), (40000, 65536, 65540), (3, 32768, 70001), (0, 0, 4)])
+def test_the_digest_of_parts_is_that_of_the_whole(ends: tuple[int, ...]) -> None:
+    whole = pattern(100_003)
+    parts = [whole[start:end] for start, end in itertools.pairwise((0, *ends, len(whole)))]
+    assert cuda_digest.digest(*parts) == cuda_digest.digest(whole) != cuda_digest.digest(*reversed(parts))
+    assert checksums.sha256(*parts) == hashlib.sha256(whole.numpy().data).hexdigest()
 
 
 def test_a_tensor_that_the_kernel_cannot_hash_is_never_asked_for() -> None:
