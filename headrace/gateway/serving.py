@@ -57,7 +57,7 @@ CATCH_UP_S = 1.0
 """The longest wait for what other gateways stored."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
-AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
+AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs", "tokens")
 """The fields that a ClientTurn has from its request."""
 
 
