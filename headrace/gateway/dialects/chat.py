@@ -154,7 +154,7 @@ def _prompt(reply: ModelReply) -> dict[str, Any]:
 
 
 def _tokens(reply: ModelReply) -> dict[str, Any]:
-    """What a trainer reads of a turn, in vLLM's fields; `routed_experts` is a base64 .npy of prompt and turn without
+    """The tokens of a turn in vLLM's fields; `routed_experts` is a base64 .npy of prompt and turn without
     the last id, which no forward read."""
     tokens = reply.tokens
     if tokens is None:
