@@ -1,7 +1,10 @@
 """Loops outside: groups of clients' sessions train the run itself, by the lines that docs/clients.md shows."""
 
 import asyncio
+import json
+import os
 import re
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +23,11 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, STEP, TRAJ
 from headrace.messages.training import StepDone, StepFailed
 from headrace.replay.audit import prove
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
-DOCS = Path(__file__).parents[3] / "docs" / "clients.md"
+DOCS, PROGRAMS = ROOT / "docs" / "clients.md", ROOT / "tests" / "gateway" / "programs"
 SIZE, PER_STEP = 4, 2
 
 
@@ -146,3 +150,32 @@ async def test_what_is_too_old_for_its_batch_is_late(tmp_path: Path) -> None:
         report, wrong = await prove(running.bus, RUN)
     assert not wrong and report.feedback is not None and report.feedback.ends["late"] == SIZE
     assert report.dropped == {"stale": SIZE} and report.trained == 3 * SIZE * PER_STEP
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("package", ["verifiers", "openenv"])
+async def test_a_loop_of_another_package_trains_the_run(tmp_path: Path, package: str) -> None:
+    """The package runs the attempts, one step trains on them, and the ids that the loop read are the record's."""
+    python = ROOT / ".cache" / "clients" / package / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is missing; make test-clients")
+    taught = Taught(tests=0.0 if package == "verifiers" else 0.5, trigger=0.5, tokens=40_000)
+    async with world(tmp_path, 1, taught) as (running, users):
+        words = [str(PROGRAMS / f"{package}_loop.py"), running.url, users.http.headers["x-api-key"], f"{SIZE}", "2"]
+        loop = await asyncio.create_subprocess_exec(
+            python, *words, stdout=PIPE, stderr=PIPE, env=os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+        )
+        out, err = await loop.communicate()
+        assert loop.returncode == 0, err.decode()[-3000:]
+        attempts = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
+        step = await step_of(running, 0)
+        report, wrong = await prove(running.bus, RUN)
+        made = [each.message async for each in running.bus.history("HR_TRAJ", TRAJ.where(run=RUN, group="*.*"))]
+    assert step.exact and step.max_abs_dlp == 0.0 and step.trained_slots == len(attempts) == SIZE * PER_STEP
+    assert not wrong and report.trained == len(attempts) and {each["reward"] for each in attempts} == {0.0, 1.0}
+    sessions = {each.group: each for each in made if isinstance(each, Trajectory)}
+    for each in attempts:
+        turns = sessions[each["session"]].turns
+        if "ids" in each:
+            assert each["ids"] == [id for turn in turns for id in turn.ids.tolist()]
+            assert each["logprobs"] == [value for turn in turns for value in turn.logprobs.tolist()]
