@@ -125,18 +125,19 @@ test-all: style tools compiled ## also the tests that take minutes
 mini := mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
 aider := aider-chat==0.86.2
 agents := openai-agents==0.24.0
-verifiers := verifiers==0.4.0
+verifiers := verifiers==0.4.0 uv
+openenv := openenv-core==0.3.0
 codex := @openai/codex@0.171.0
 claude := @anthropic-ai/claude-code@2.1.197
 opencode := opencode-ai@1.18.33
 continue := @continuedev/cli@1.5.47
 aisdk := ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 @ai-sdk/anthropic@4.0.105 zod@4.6.7
-PYPI := mini aider agents verifiers
+PYPI := mini aider agents verifiers openenv
 NPM  := codex claude opencode continue aisdk
 
-test-clients: setup proxies $(PYPI:%=$(CLIENTS)/%/.installed) $(NPM:%=$(CLIENTS)/%/.installed) $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 3 GB of packages, Node is needed)
+test-clients: setup proxies $(PYPI:%=$(CLIENTS)/%/.installed) $(NPM:%=$(CLIENTS)/%/.installed) $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset and loops of verifiers and OpenEnv, Harbor with Python 3.12 (installs 3 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) $(if $(NEWEST),-U openai anthropic,-c constraints.txt) -e '.[clients]'
-	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing tests/tasks/exporting
+	$(BIN)/pytest -m clients tests/gateway tests/actors/feedback tests/tasks/importing tests/tasks/exporting
 
 clients-newest: ## the same with the newest of these programs that install
 	rm -f $(CLIENTS)/*/.installed

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.conditions import Figures
 from headrace.bus.connection import Bus
-from headrace.messages.rollout import Trajectory
+from headrace.messages.rollout import Trajectory, versions
 from headrace.messages.subjects import EVENT, STEP, TRAJ, TURN, WEIGHT_HEAD
 from headrace.messages.training import StepDone, StepManifest
-from headrace.replay.tokens import versions
 
 CUT_WITHIN_S = 5.0
 """A version whose step ended this long before the cut may still have been under way."""
@@ -79,7 +78,7 @@ async def records(bus: Bus, run: str, names: Iterable[str], cut: Cut) -> Records
         made: Trajectory = received.message
         attempts[made.rollout] += 1
         trained[made.rollout] += received.seq in seqs
-        by_token, at = versions(made), 0
+        by_token, at = versions(made.turns), 0
         for turn in made.turns:
             when, node = stored[made.id, turn.index]
             if made.rollout == cut.region and when > cut.until:

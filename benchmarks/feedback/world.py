@@ -40,7 +40,7 @@ from headrace.config import (
     branch_name,
 )
 from headrace.gateway.tenants.store import add
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool, Promotion
+from headrace.messages.product import CLIENT_SUITE, ClientCall, ClientMessage, ClientTool, Promotion
 from headrace.messages.rollout import RendererBundle
 from headrace.messages.subjects import EVENT
 from headrace.rendering import schemas
@@ -191,7 +191,8 @@ class Product:
 
 @asynccontextmanager
 async def product(folder: Path, config: Config, taught: Taught) -> AsyncIterator[Product]:
-    """Everything that `headrace up` starts for a product with a branch, in one process; version 0 is promoted."""
+    """Everything that `headrace up` starts for a product, in one process: with a branch, version 0 promoted; or, where
+    the run itself trains on clients' sessions, with a curriculum."""
     made = bundle()
     home = folder / RUN
     home.mkdir(parents=True)
@@ -215,11 +216,16 @@ async def product(folder: Path, config: Config, taught: Taught) -> AsyncIterator
         await running.start("rollout", RUN, config, "product")
         await running.start("gateway", RUN, config)
         await running.start("feedback", RUN, config)
-        for name in ("trainer", "weight_sender", "weight_receiver"):
+        own = config.tasks.suite == CLIENT_SUITE
+        for name in () if own else ("trainer", "weight_sender", "weight_receiver"):
             await running.start(name, running.branch, branch_config(config, RUN))
         async for received in admin.follow("HR_EVENT", EVENT.where(run=RUN, actor="rollout", type="weights_swapped")):
             assert received.message.version == 0
             break
+        if own:
+            await running.start("curriculum", RUN, config)
+            yield running
+            return
         await running.promote(0)
         async for received in admin.follow("HR_EVENT", EVENT.where(run=RUN, actor="feedback", type="event")):
             if received.message.kind == "branch_opened":

@@ -39,6 +39,7 @@ from headrace.messages.ledger import (
     admission_key,
 )
 from headrace.messages.operations import LAST_PHASE, LEARNING, DeadLetter
+from headrace.messages.product import CLIENT_SUITE, ClientGroup
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -56,7 +57,7 @@ BOUND = "bound"
 LAGGARD_S = 30.0
 """Seconds after which a replica that serves a version below `min_version` causes an event."""
 
-FOLLOWED = (EvalRequest, EvalResult, BoundAsked, Certificate, WeightsStaged, WeightsSwapped)
+FOLLOWED = (EvalRequest, EvalResult, BoundAsked, Certificate, ClientGroup, WeightsStaged, WeightsSwapped)
 
 
 class Curriculum(Actor):
@@ -84,7 +85,10 @@ class Curriculum(Actor):
         self._made: dict[str, Certificate] = {}
         """Task hash to the certifier's Certificate."""
         self._certified: certificates.AtIssue | None = None
-        self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed, shared.equal)
+        self._offers: dict[str, ClientGroup] | None = {} if section.suite == CLIENT_SUITE else None
+        """By name, in the order in which they came; None where the tasks are a suite's."""
+        if self._offers is None:
+            self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed, shared.equal)
         if shared.equal:
             await self.event(
                 "tasks_left_out", f"tasks of {suite.name} are evaluated", "warning", tasks=len(shared.equal)
@@ -136,7 +140,7 @@ class Curriculum(Actor):
         if self._wanted.keys() - self._made.keys():
             yield "certifier"
             return
-        yield from ("judge", "dead_letter")
+        yield from ("judge" if self._offers is None else "feedback", "dead_letter")
         if self.state.steps < self.rules.steps:
             yield "trainer"
         if not all(self._evaluations.values()):
@@ -168,6 +172,8 @@ class Curriculum(Actor):
             case BoundAsked():
                 self._asked = (received.seq, message)
                 return True
+            case ClientGroup():
+                return self._offers is not None and self._offers.setdefault(message.group, message) is message
             case Certificate():
                 self._made[message.task_hash] = message
                 return True
@@ -212,13 +218,17 @@ class Curriculum(Actor):
         Equal decisions twice in a row mean that the ledger holds contradictory records. Then this publishes an event
         and returns, because it would write the same records without end."""
         before: Sequence[Decision] = ()
-        while decisions := decide(self.state, self.rules):
+        while decisions := decide(self.state, self.rules, self._offered()):
             if decisions == before:
                 text = f"{decisions[0]} changed nothing: the ledger of {self.run} holds forged or contradictory records"
                 await self.event("no_progress", text, "error")
                 return
             await self._carry_out(decisions)
             before = decisions
+
+    def _offered(self) -> list[str] | None:
+        """Clients' groups that are not issued; None where the tasks are a suite's."""
+        return None if self._offers is None else [name for name in self._offers if name not in self.state.groups]
 
     async def _wait(self) -> None:
         open_, steps = len(self.state.open), self.state.steps
@@ -262,7 +272,12 @@ class Curriculum(Actor):
             match decision:
                 case IssueGroup():
                     group = self.state.groups.get(decision.group)
-                    task = group.first.task if group else training.task(self.config, self.tasks, decision.number)
+                    if group is not None:
+                        task = group.first.task
+                    elif self._offers is not None:
+                        task = self._offers[decision.group].task
+                    else:
+                        task = training.task(self.config, self.tasks, decision.number)
                     if group is None:  # a known group was examined before its first slot was issued
                         await self._examined(task)
                     await self._issue(training.slots_of(self.config, self.run, decision, task, decision.index))
@@ -306,7 +321,8 @@ class Curriculum(Actor):
             await self.event(
                 "certified", f"{len(self._wanted)} tasks of {self._suite.name} were examined before the run"
             )
-        self._certified = None if section.uncertified else certificates.AtIssue(self._suite, section.dir)
+        uncertified = section.uncertified or self._offers is not None
+        self._certified = None if uncertified else certificates.AtIssue(self._suite, section.dir)
 
     async def _examined(self, task: TaskRef) -> None:
         """Unrecoverable if a task differs from the certified one."""

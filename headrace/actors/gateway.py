@@ -385,6 +385,8 @@ class Gateway(Actor):
                     await self._on_dead_letter(letter)
 
     async def _on_trajectory(self, trajectory: Trajectory, time_s: float) -> None:
+        if trajectory.lane != "production":  # a client's attempts, again as a group that is trained on
+            return
         session = self.sessions.runs.get(trajectory.group)
         if session is None:
             session = self.sessions.runs[trajectory.group] = Run(asked_by(trajectory), time_s - trajectory.wall_s)

@@ -49,7 +49,7 @@ class Tasks(Section, frozen=True, kw_only=True):
     """The run's suites, and the conditions under which it trains on them."""
 
     suite: Path = "generated/train"
-    """The suite that the run trains on."""
+    """The suite that the run trains on; `client`: the sessions of clients' own loops (docs/clients.md)."""
     heldout: Path = "generated/heldout"
     """Suite of held-out tasks: measured before and after training, and the one of the gate and of simulated users."""
     unseen: Path = "generated/unseen"

@@ -13,6 +13,8 @@ from headrace.registry import SEAMS
 
 Problem = tuple[str, str]
 """Dotted key, and what is wrong with its value."""
+CLIENTS = "client"
+"""The suite whose attempts are clients' sessions (`messages.product.CLIENT_SUITE`)."""
 _MOST_BETA = 0.99
 """bfloat16 resolves 2^-8 to 2^-7 of a number: a moment that decays by less than half of that stays as it is. Levels of
 eight bits are as far apart at best."""
@@ -134,6 +136,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
 def _feedback(config: Config) -> Iterator[Problem]:
     if config.feedback.enabled and not config.production.enabled:
         yield "feedback.enabled", "expected false without the product lane ([production] enabled), got true"
+    if config.tasks.suite == CLIENTS:
+        if not config.production.enabled:
+            yield "tasks.suite", "expected [production] enabled with 'client': the sessions come through the gateway"
+        if config.feedback.enabled:
+            yield "feedback.enabled", "expected false with [tasks] suite = 'client': the run itself trains on sessions"
     shares = config.gate.canary
     if list(shares) != sorted(set(shares)) or 0.0 in shares or 1.0 in shares:
         yield "gate.canary", f"expected shares that rise between 0 and 1, both excluded, got {list(shares)}"

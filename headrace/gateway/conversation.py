@@ -42,6 +42,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     """A JSON Schema, as JSON, that the answer's text keeps."""
     logprobs: bool = False
+    tokens: bool = False
+    """The answer has the turn's token ids, with their log-probabilities, versions and routes."""
     samples: int = 1
     """Turns to sample side by side; `sample` counts them."""
     sample: int = 0

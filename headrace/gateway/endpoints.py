@@ -267,7 +267,7 @@ class Endpoints:
     async def open(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """Open a session. 400: the body is invalid."""
         asked = await read_json(request, NewSession)
-        labels = {"task": asked.task, "group": asked.group} | asked.metadata
+        labels = asked.metadata | {"task": asked.task, "group": asked.group}
         caller = caller_of(request, key, asked.user)
         session = await self._sampler.open(caller, {name: text for name, text in labels.items() if text})
         return web.json_response({"session": session.group}, status=201, headers={SESSION: session.group})

@@ -57,7 +57,7 @@ ID = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{12}(-[0-9a-f]{8})?")
 """A session's id."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
-AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
+AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs", "tokens")
 """The fields that a ClientTurn has from its request."""
 
 
@@ -332,12 +332,12 @@ class ClientServing:
         session = await self._known(id, key)
         tree = [each for each in self._sessions.tree(id) if not each.rated] if id == root_of(id) else []
         outcomes: list[dict[str, str]] = []
-        for each in [session, *(each for each in tree if each.group != id)]:
+        for each in [*(each for each in tree if each.group != id), session]:  # the tree is whole with its first session
             if await self._end(each, rated=each.group == id != root_of(id)):
                 outcomes.append(await self._publish(self._sessions.get(each.group) or each, key, rating))
         if not outcomes:
             raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
-        return outcomes[0]
+        return outcomes[-1]
 
     async def _publish(self, session: ClientSession, key: ApiKey, rating: NewRating) -> dict[str, str]:
         feedback = Feedback(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from headrace.bus.connection import Bus
 from headrace.ledger.state import RunState
 from headrace.messages.ledger import Fence, SlotIssued
+from headrace.messages.product import CLIENT_SUITE
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import LEDGER, TASK, token
 
@@ -56,12 +57,12 @@ class Issuer:
         return await self._bus.publish(subject, issued, msg_id=attempt_id(issued), expect=last)
 
     async def request(self, slots: Sequence[SlotIssued]) -> None:
-        """Publish the requests of recorded attempts that have no end yet.
+        """Publish the requests of recorded attempts that have no end yet. Clients ran theirs before.
 
         Requests that were published before may be published again: the broker drops a repeated message id, and a
         rollout actor that gets the request of a finished attempt acknowledges it.
         """
-        running = [issued for issued in slots if not self._ended(issued)]
+        running = [issued for issued in slots if not self._ended(issued) and issued.task.suite != CLIENT_SUITE]
         await asyncio.gather(*(self._publish(issued) for issued in running))
 
     async def _publish(self, issued: SlotIssued) -> None:

@@ -11,7 +11,7 @@ groups the one with the oldest token closes first, and only if every other open 
 a group that finishes in the meantime can still be placed before younger ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -97,8 +97,11 @@ def awaited(state: RunState, rules: Rules) -> str:
     return f"evaluations, or an engine that serves version {state.steps}"
 
 
-def decide(state: RunState, rules: Rules) -> list[Decision]:
-    """The next decisions. The caller applies them before it calls again; an empty list means: wait for a record."""
+def decide(state: RunState, rules: Rules, offered: Sequence[str] | None = None) -> list[Decision]:
+    """The next decisions. The caller applies them before it calls again; an empty list means: wait for a record.
+
+    offered: names of clients' groups that are not issued, in the order in which they came; None in a run that takes its
+    tasks from a suite."""
     if state.steps >= rules.steps:
         return [_drop(group, "cancelled", "the run has taken its steps") for group in state.open.values()]
     retries = _retries(state, rules)
@@ -107,7 +110,7 @@ def decide(state: RunState, rules: Rules) -> list[Decision]:
     close = _close(state, rules)
     if close is not None:
         return [close]
-    group = _next_group(state, rules)
+    group = _next_group(state, rules, offered)
     return [group] if group is not None else []
 
 
@@ -256,12 +259,13 @@ def _closing(group: Group, rules: Rules) -> GroupClosed:
     )
 
 
-def _next_group(state: RunState, rules: Rules) -> IssueGroup | None:
+def _next_group(state: RunState, rules: Rules, offered: Sequence[str] | None) -> IssueGroup | None:
     """A group whose issue a crash interrupted; otherwise a new group, while credit and the run's length allow one."""
     for group in state.open.values():
         missing = tuple(slot for slot in range(group.first.group_size) if slot not in group.slots)
         if missing:
-            return IssueGroup(group.name, int(group.name[1:]), group.first.index, group.first.min_version, missing)
+            number = int(group.name[1:]) if offered is None else state.issued
+            return IssueGroup(group.name, number, group.first.index, group.first.min_version, missing)
     if state.index >= rules.steps * rules.groups_per_step:
         return None
     bounds = bounds_of(state, rules)
@@ -269,4 +273,7 @@ def _next_group(state: RunState, rules: Rules) -> IssueGroup | None:
     if not staleness.credit(state.issued, state.retired, rules.groups_per_step, bound):
         return None
     oldest = bounds.min_version(state.index, rules.groups_per_step)
-    return IssueGroup(group_name(state.issued), state.issued, state.index, oldest, tuple(range(rules.group_size)))
+    if offered is not None and not offered:
+        return None
+    name = group_name(state.issued) if offered is None else offered[0]
+    return IssueGroup(name, state.issued, state.index, oldest, tuple(range(rules.group_size)))

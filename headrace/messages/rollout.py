@@ -212,6 +212,21 @@ def routes_end(turns: Iterable[Turn], segment: int) -> int:
     return end
 
 
+def versions(turns: Iterable[Turn]) -> list[int]:
+    """The version of every sampled token, in order; -1 if no span of its turn covers the position before it.
+
+    A token was sampled by the version that computed the position before it first in the same turn."""
+    sampled_by: list[int] = []
+    lengths: dict[int, int] = {}
+    for turn in turns:
+        start = lengths.get(turn.segment, 0) + len(turn.prompt_ids)
+        lengths[turn.segment] = start + len(turn.ids)
+        for position in range(start - 1, start + len(turn.ids) - 1):
+            covering = [span.version for span in turn.spans if span.start <= position < span.end]
+            sampled_by.append(covering[0] if covering else -1)
+    return sampled_by
+
+
 def kinds_of(turns: Iterable[Turn]) -> TokenKinds | None:
     """The sampled tokens of several turns by kind; None where a turn does not count them."""
     thinking = calls = 0

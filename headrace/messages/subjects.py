@@ -172,6 +172,7 @@ EVENT = Subject(
         "promotion",
         "gate_verdict",
         "shadow_turn",
+        "client_group",
         "bound_asked",
         "trainer_order",
         "certify_asked",

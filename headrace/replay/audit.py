@@ -24,11 +24,10 @@ from headrace.messages.base import Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import Trajectory, changes_digest
+from headrace.messages.rollout import Trajectory, changes_digest, versions
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone, StepFailed
 from headrace.replay.feedback import feedback_books, purged_users
-from headrace.replay.tokens import versions
 
 SKIPPED_NAMED = 100
 """The most unreadable records that the report names; further ones are only counted."""
@@ -111,7 +110,7 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
     async for received in bus.history("HR_TRAJ", TRAJ.where(run=run)):
         made = received.message
         if isinstance(made, Trajectory):
-            written = tuple(versions(made)) if made.lane == "train" else ()
+            written = tuple(versions(made.turns)) if made.lane == "train" else ()
             seen[received.seq] = Seen(
                 *(made.lane, made.group, made.slot, made.attempt, written, made.wall_s, changes_digest(made)),
                 changed=bool(made.diff or made.deleted or made.changes),

@@ -35,7 +35,7 @@ async def feedback_books(bus: Bus, run: str) -> tuple[FeedbackReport | None, lis
     names = sorted({rating.branch for rating in book.ratings.values() if rating.branch})
     branches = {name: await _branch(bus, name) for name in names}
     report, wrong = examine(book, branches, await read_book(bus, run))
-    return report, names, wrong
+    return report, [name for name in names if name != run], wrong
 
 
 async def _branch(bus: Bus, run: str) -> RunState:

@@ -222,5 +222,5 @@ def _parts(suite: Suite) -> Iterator[tuple[Suite, Sequence[str]]]:
     if parts is not None:
         for part in parts:
             yield from _parts(part)
-    else:
+    elif suite.ids():
         yield suite, sample_of(suite)

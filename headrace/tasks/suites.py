@@ -15,6 +15,7 @@ from headrace.inner_paths import inner
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.plugins import Plugin
+from headrace.messages.product import CLIENT_SUITE
 from headrace.messages.tasks import Oracle, Task
 from headrace.registry import PluginError, Registry, plugins
 from headrace.tasks.base import Suite, Trust, UnknownSuite
@@ -22,7 +23,7 @@ from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.seeds import SeedIds
 from headrace.tasks.mix import NAME as MIX
 from headrace.tasks.mix import SelectedSuite, mixed, parts
-from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
+from headrace.tasks.workspace import WORKSPACE, ClientSuite, WorkspaceSuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
@@ -171,6 +172,11 @@ def _workspace(rest: str, root: Path) -> Suite:
     return WorkspaceSuite()
 
 
+def _clients(rest: str, root: Path) -> Suite:
+    """``client``: what loops outside run."""
+    return ClientSuite()
+
+
 Opener = Callable[[str, Path], Suite]
 """Opens a suite of a source, given the name behind the source's own and the folder of suites. UnknownSuite."""
 
@@ -180,6 +186,7 @@ SUITES: Registry[Opener] = Registry(
         "generated": "headrace.tasks.suites:_generated",
         MIX: "headrace.tasks.suites:_mixed",
         WORKSPACE: "headrace.tasks.suites:_workspace",
+        CLIENT_SUITE: "headrace.tasks.suites:_clients",
     },
     needs=("__call__",),
 )

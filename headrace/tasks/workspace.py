@@ -1,7 +1,8 @@
-"""The suite of the product's agents: its tasks are empty machines; each request brings prompt and files."""
+"""The suites of users: empty machines, to which each request brings prompt and files; and what clients' loops run."""
 
 from collections.abc import Sequence
 
+from headrace.messages.product import CLIENT_SUITE
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.base import UnknownSuite
 
@@ -34,3 +35,21 @@ class WorkspaceSuite:
     def oracle(self, id: str) -> Oracle:
         """UnknownSuite: users rate these tasks."""
         raise UnknownSuite(f"the suite {WORKSPACE} has no oracles: its tasks are rated by users")
+
+
+class ClientSuite:
+    """The tasks of loops outside: only the clients that post their sessions know them."""
+
+    name = CLIENT_SUITE
+
+    def ids(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def task(self, id: str) -> Task:
+        """UnknownSuite."""
+        raise UnknownSuite(f"the tasks of suite {CLIENT_SUITE} are at the clients that run them")
+
+    def oracle(self, id: str) -> Oracle:
+        """UnknownSuite."""
+        raise UnknownSuite(f"the suite {CLIENT_SUITE} has no oracles: its attempts are rated by the clients")

@@ -105,6 +105,15 @@ def test_an_issue_that_was_cut_short_is_completed_before_anything_new() -> None:
     assert decide(world.state, RULES) == [IssueGroup("g000000", 0, 0, 0, (1,))]
 
 
+def test_groups_of_clients_are_issued_in_their_order_and_none_without_an_offer() -> None:
+    world = World()
+    assert decide(world.state, RULES, []) == []
+    assert decide(world.state, RULES, ["u.b", "u.a"]) == [IssueGroup("u.b", 0, 0, 0, (0, 1))]
+    world.write("ledger", r.issued("u.b", 0, size=2))
+    (rest,) = decide(world.state, RULES, ["u.a"])
+    assert isinstance(rest, IssueGroup) and (rest.group, rest.slots) == ("u.b", (1,))
+
+
 def test_a_failed_slot_is_issued_again_until_its_attempts_are_used_up() -> None:
     rules = RULES._replace(group_size=3)
     world = World(rules)

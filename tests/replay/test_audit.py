@@ -10,11 +10,10 @@ from headrace.ledger.drops import Bucket, DropsByLength
 from headrace.messages.base import Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
-from headrace.messages.rollout import Span
+from headrace.messages.rollout import Span, versions
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import LeftOut, RecordsPurged, StepDone, StepManifest
 from headrace.replay.audit import Attempts, AuditReport, LaneReport, Seen, audit, examine
-from headrace.replay.tokens import versions
 from tests.conftest import Connect
 from tests.support import records as r
 
@@ -427,9 +426,9 @@ def test_what_is_broken_is_counted() -> None:
 
 def test_versions_are_read_from_spans_token_by_token() -> None:
     made = r.trajectory(r.issued("g000000"), [2, 2, 3, 3, 4])
-    assert versions(made) == [2, 2, 3, 3, 4]
+    assert versions(made.turns) == [2, 2, 3, 3, 4]
     turn = msgspec.structs.replace(made.turns[0], spans=(Span(2, 4, 2),))
-    assert versions(msgspec.structs.replace(made, turns=(turn,))) == [-1, 2, 2, -1, -1]
+    assert versions([turn]) == [-1, 2, 2, -1, -1]
 
 
 @pytest.mark.anyio

@@ -24,6 +24,7 @@ import msgspec
 from headrace.actors.feedback.branch import BranchLedger, Rated
 from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
+from headrace.actors.feedback.groups import ClientGroups, grouped, tree_of
 from headrace.actors.feedback.purge import Purges
 from headrace.actors.feedback.replays import Replays
 from headrace.bus.broker.callers import callers
@@ -32,11 +33,12 @@ from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.tracing import link
 from headrace.ledger.feedback import ENDS, FeedbackBook, Rating, gated, outranks
+from headrace.ledger.state import Attempt
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.operations import Ack
-from headrace.messages.product import AskFate, Fate, FeedbackSettled, Promotion, ShadowTurn
+from headrace.messages.product import CLIENT_SUITE, AskFate, Fate, FeedbackSettled, Promotion, ShadowTurn
 from headrace.messages.product import Feedback as UserFeedback
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
@@ -64,6 +66,12 @@ class Feedback(Actor):
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
         self._consent = Consent(self.bus, self.config)
         self.replays = Replays(self.config, self.run, self.publish_event)
+        self.groups = (
+            ClientGroups(self.bus, self.config, self.run, self.publish_event)
+            if self.config.tasks.suite == CLIENT_SUITE
+            else None
+        )
+        """None where the run takes its tasks from a suite: then the branch alone trains on sessions."""
         self._newest: dict[str, Rating] = {}
         """Trajectory to its newest rating that waits or has a place in a batch."""
         self._heads: dict[int, WeightHead] = {}
@@ -74,7 +82,8 @@ class Feedback(Actor):
         self._one_at_a_time = asyncio.Lock()
         self._news, self._examined = asyncio.Event(), asyncio.Event()
         folder = Path(self.config.run.dir) / self.run
-        shared = (self.book, self.branch, self._one_at_a_time)
+        trained = self.groups.state if self.groups is not None else self.branch.state
+        shared = (self.book, self.branch, trained, self._one_at_a_time)
         self.purges = Purges(self.bus, self.run, folder, *shared, self.event)
         await self.purges.recover()
         await self.gate.recover()
@@ -87,6 +96,8 @@ class Feedback(Actor):
         for rating in self.book.ratings.values():
             if rating.fate == "closed" and rating.feedback is not None:
                 self._newest[rating.feedback.trajectory] = rating
+        if self.groups is not None:
+            await self.recover_and_follow(self.groups.streams, self.groups.apply, self._news)
         self._acting = [
             self._act(self._follow_results(), "evaluation results"),
             self._act(self._follow_branch(), "the branch's steps"),
@@ -190,6 +201,8 @@ class Feedback(Actor):
             await self._settle(rating, fate, detail)
         elif session is not None:
             self._newest[feedback.trajectory] = rating
+            if self.groups is not None:
+                self.groups.note(rating, session.trajectory)
             await self.replays.ready(session.trajectory)  # asked for now, so that the batch waits less
 
     async def _fate(self, rating: Rating, feedback: UserFeedback, session: Rated | None) -> tuple[Fate | None, str]:
@@ -206,8 +219,9 @@ class Feedback(Actor):
                 return "superseded", f"record {earlier.seq} is a stronger signal on this session"
             await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
         rules = self.config.feedback
+        group = self.groups is not None and grouped(session.trajectory) is not None
         recent = self.book.counted(feedback.user, rating.time - CAP_S, rating.seq)
-        if rules.user_cap and recent >= rules.user_cap:
+        if rules.user_cap and recent >= rules.user_cap and not group:
             return "capped", f"{recent} ratings of this user within {CAP_S:g} s"
         if feedback.user in self.purges.denied:
             return "opted_out", "its user is on the deny-list"
@@ -233,7 +247,9 @@ class Feedback(Actor):
         return Rated(last.message, last.time, link(last))
 
     async def _settle(self, rating: Rating, fate: Fate, detail: str = "", group: str = "") -> None:
-        """Write a rating's end. A group that was issued for it and is not closed is dropped."""
+        """Write a rating's end, once. A group that was issued for it and is not closed is dropped."""
+        if rating.fate:
+            return
         feedback = rating.feedback
         assert feedback is not None
         if fate != "closed":
@@ -243,12 +259,17 @@ class Feedback(Actor):
             feedback_seq=rating.seq,
             fate=fate,
             detail=detail,
-            branch=self.branch.name if group else "",
+            branch=self._trained_by if group else "",
             group=group,
         )
         subject = subjects.FATE.at(run=self.run, user=feedback.user)
         await self.bus.publish(subject, record, msg_id=f"{self.run}.fate.{rating.seq}.{fate}")
         self.book.apply(record, 0)
+
+    @property
+    def _trained_by(self) -> str:
+        """The run that trains on sessions."""
+        return self.branch.name if self.groups is None else self.run
 
     # Batches
 
@@ -263,6 +284,7 @@ class Feedback(Actor):
         while True:
             async with self._one_at_a_time:
                 await self._make_batches()
+                await self._make_groups()
                 await self._next_candidate()
             await self.news(self._news)
 
@@ -298,6 +320,41 @@ class Feedback(Actor):
                 group = await self.branch.place(rating, session, self.replays.baseline(session.trajectory))
                 await self._settle(rating, "closed", group=group)
             await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=rules.batch)
+
+    async def _make_groups(self) -> None:
+        """Offer the groups of clients' sessions that are complete, and fill those that the curriculum issued."""
+        if self.groups is None:
+            return
+        allowed = await self._consent.tenants()
+        for rating in [*self.book.waiting.values()]:
+            feedback = rating.feedback
+            assert feedback is not None
+            if feedback.tenant not in allowed or feedback.user in self.purges.denied:
+                await self._settle(rating, "opted_out", "its tenant has opted out since, or its user was purged")
+        await self.groups.offer(self.book.waiting.values())
+        wanted = {tree: attempt for attempt, tree in self.groups.wanted()}
+        trees: dict[str, list[Rating]] = {tree: [] for tree in wanted}
+        for rating in self.book.ratings.values():
+            tree = tree_of(rating)
+            if tree in trees and rating.fate in ("", "closed") and rating.group in ("", wanted[tree].issued.group):
+                trees[tree].append(rating)
+        for tree, attempt in wanted.items():
+            await self._fill(attempt, tree, trees[tree])
+
+    async def _fill(self, attempt: Attempt, tree: str, ratings: list[Rating]) -> None:
+        """Give an issued attempt its Trajectory and its Score, or end it where its session is gone."""
+        assert self.groups is not None
+        parts = []
+        for rating in ratings:
+            if rating.feedback is not None and (session := await self._session(rating.feedback)) is not None:
+                parts.append((rating, session))
+        parts.sort(key=lambda part: part[1].trajectory.group)  # the first session's name begins the others'
+        if not parts or parts[0][1].trajectory.group != tree:
+            await self.groups.give_up(attempt)
+            return
+        for rating, _ in parts:
+            await self._settle(rating, "closed", group=attempt.issued.group)
+        await self.groups.fill(attempt, parts)
 
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
@@ -418,6 +475,7 @@ class Feedback(Actor):
         self._news.set()
 
     async def _measure(self) -> None:
-        ends = self.book.ends({self.branch.name: self.branch.state})
+        trained = self.branch.state if self.groups is None else self.groups.state
+        ends = self.book.ends({self._trained_by: trained})
         self.status = f"{len(self.book.ratings)} ratings, {ends['trained']} trained; gate: {self.gate.state.stage}"
         await self.metric(received=len(self.book.ratings), **{end: ends[end] for end in ENDS})

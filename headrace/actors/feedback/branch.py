@@ -40,6 +40,29 @@ class Rated(NamedTuple):
     """The span that published it."""
 
 
+def score_of(feedback: Feedback, trajectory: Trajectory, trajectory_seq: int) -> Score:
+    """The verdict of a user on a trajectory of the train lane."""
+    up = feedback.thumb == "up"
+    return Score(
+        run=trajectory.run,
+        lane="train",
+        group=trajectory.group,
+        slot=trajectory.slot,
+        attempt=trajectory.attempt,
+        trajectory_seq=trajectory_seq,
+        task=trajectory.task,
+        family=trajectory.family,
+        judge_version=JUDGE,
+        verdict="passed" if up else "failed",
+        reward=(1.0 if up else 0.0) if feedback.reward is None else feedback.reward,
+        passed=up,
+        oldest_version=trajectory.oldest_version,
+        sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
+        turns=len(trajectory.turns),
+        calls=sum(len(turn.calls) for turn in trajectory.turns),
+    )
+
+
 class BranchLedger:
     """The branch of one run: its state from the streams, and the writes to it."""
 
@@ -219,25 +242,9 @@ class BranchLedger:
         if last is not None and isinstance(last.message, Score):
             self.state.apply(last.message, last.seq)
             return last.seq, last.message
-        up = feedback.thumb == "up"
-        score = Score(
-            run=self.name,
-            lane="train",
-            group=trajectory.group,
-            slot=0,
-            attempt=0,
-            trajectory_seq=trajectory_seq,
-            task=trajectory.task,
-            family=trajectory.family,
-            judge_version=JUDGE,
-            verdict="passed" if up else "failed",
-            reward=(1.0 if up else 0.0) if feedback.reward is None else feedback.reward,
-            baseline=baseline,
-            passed=up,
-            oldest_version=oldest,
-            sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
-            turns=len(trajectory.turns),
-            calls=sum(len(turn.calls) for turn in trajectory.turns),
+        copied = msgspec.structs.replace(trajectory, run=self.name, slot=0, attempt=0)
+        score = msgspec.structs.replace(
+            score_of(feedback, copied, trajectory_seq), oldest_version=oldest, baseline=baseline
         )
         seq = await self._bus.publish(subject, score)
         self.state.apply(score, seq)

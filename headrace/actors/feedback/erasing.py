@@ -35,7 +35,7 @@ UNREAD = (
     ("KV_HR_SESSION", "$KV.HR_SESSION.*.session.*.{user}.>"),
 )
 """Chunks of payloads and values of buckets, which the feedback actor may delete but not read."""
-EVENTS = ("tool_log", "rejected", "event", "shadow_turn")
+EVENTS = ("tool_log", "rejected", "event", "shadow_turn", "client_group")
 """Types of events that can name a user."""
 
 

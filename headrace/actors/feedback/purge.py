@@ -20,6 +20,7 @@ from headrace.actors.feedback.erasing import Eraser
 from headrace.bus.connection import Bus
 from headrace.gateway.tenants.store import KeysRefused, secret
 from headrace.ledger.feedback import FeedbackBook
+from headrace.ledger.state import RunState
 from headrace.messages.base import Message
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack, Heartbeat
@@ -77,11 +78,14 @@ class Purges:
         folder: Path,
         book: FeedbackBook,
         branch: BranchLedger,
+        trained: RunState,
         lock: asyncio.Lock,
         event: Callable[..., Awaitable[None]],
     ) -> None:
-        """folder: of the run, for the public key. lock: held while the ledger of feedback changes."""
+        """trained: the branch's state, or the run's where it trains on sessions itself. folder: of the run, for the
+        public key. lock: held while the ledger of feedback changes."""
         self._bus, self._run, self._book, self._branch = bus, run, book, branch
+        self._trained = trained
         self._folder, self._lock, self._event = folder, lock, event
         self.denied: set[str] = set()
         """Users who are never trained on."""
@@ -159,7 +163,7 @@ class Purges:
         statement = PurgeStatement(
             run=self._run,
             user=user,
-            branch=self._branch.name,
+            branch=self._trained.run,
             asked=asked,
             ended=time.time(),
             records=eraser.records(),
@@ -256,7 +260,7 @@ class Purges:
             run=self._run,
             user=user,
             ratings=ratings,
-            branch=branch.name,
+            branch=self._trained.run,
             last_version_before=min(self._absorbed_steps(user), default=-1),
         )
         # A group that was issued and not closed would otherwise stay open.
@@ -273,12 +277,12 @@ class Purges:
     def _absorbed_steps(self, user: str) -> tuple[int, ...]:
         """The branch's steps that trained on the user's ratings. Step n made version n + 1, so the first of them is
         also the last version before."""
-        groups, outcomes = self._groups(user), self._branch.state.outcomes.values()
+        groups, outcomes = self._groups(user), self._trained.outcomes.values()
         return tuple(sorted(each.step for each in outcomes if isinstance(each, StepDone) and groups & set(each.groups)))
 
     def _pending_groups(self, user: str) -> tuple[str, ...]:
         """The user's groups in batches that have no outcome yet."""
-        named = [self._branch.state.groups.get(group) for group in sorted(self._groups(user))]
+        named = [self._trained.groups.get(group) for group in sorted(self._groups(user))]
         return tuple(group.name for group in named if group is not None and not group.steps)
 
 

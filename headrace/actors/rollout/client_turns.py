@@ -43,6 +43,7 @@ from headrace.messages.product import (
     ClientUsage,
     TokenLogprob,
     TurnStop,
+    TurnTokens,
 )
 from headrace.messages.rollout import (
     Capture,
@@ -54,6 +55,7 @@ from headrace.messages.rollout import (
     Trajectory,
     Turn,
     routes_end,
+    versions,
 )
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
@@ -290,7 +292,7 @@ class ClientTurns:
         turn = _turn(index, more, sample, answer.calls, kinds, len(forced))
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
-        return _told(turn, request, renderer, len(context))
+        return _told(turn, request, renderer, session.turns[:-1])
 
     @asynccontextmanager
     async def _telling(
@@ -505,12 +507,12 @@ def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer)
     turn = next((turn for turn in turns if turn.index == request.recorded), None)
     if turn is None:
         return ClientTurnDone(failed=f"the record has no turn {request.recorded}")
-    earlier = [each for each in turns if each.index < turn.index]
-    return _told(turn, request, renderer, sum(len(each.prompt_ids) + len(each.ids) for each in earlier))
+    return _told(turn, request, renderer, [each for each in turns if each.index < turn.index])
 
 
-def _told(turn: Turn, request: ClientTurn, renderer: ClientRenderer, cached: int) -> ClientTurnDone:
-    """The answer of a recorded turn. cached: ids of the turns before it."""
+def _told(turn: Turn, request: ClientTurn, renderer: ClientRenderer, earlier: Sequence[Turn]) -> ClientTurnDone:
+    """The answer of a recorded turn. earlier: the turns of its session before it."""
+    cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
     ids, parsed = _read(turn, renderer)
     answer = _answer(parsed, request, turn.index)
     logprobs = turn.logprobs.tolist()
@@ -523,7 +525,35 @@ def _told(turn: Turn, request: ClientTurn, renderer: ClientRenderer, cached: int
         logprobs=tuple(
             TokenLogprob(text=text, logprob=logprobs[at - turn.forced]) for at, text in words if at >= turn.forced
         ),
+        tokens=_tokens([*earlier, turn]) if request.tokens else None,
     )
+
+
+def _tokens(turns: Sequence[Turn]) -> TurnTokens:
+    """The tokens of the last of a session's turns."""
+    *earlier, turn = turns
+    before = [id for each in earlier for id in (*_ids(each.prompt_ids), *_ids(each.ids))]
+    return TurnTokens(
+        prompt_ids=Array.of([*before, *_ids(turn.prompt_ids)], "<i4"),
+        ids=turn.ids,
+        logprobs=turn.logprobs,
+        versions=Array.of(versions(turns)[-len(turn.ids) :], "<i4"),
+        routed=_routes(turns),
+    )
+
+
+def _routes(turns: Sequence[Turn]) -> Array | None:
+    """The routes of every forwarded position, each from its first forward. None where a position has none."""
+    data, end = b"", 0
+    for turn in turns:
+        if turn.routed is None or turn.first_routed > end:
+            return None
+        width = len(turn.routed.data) // len(turn.routed) if len(turn.routed) else 0
+        data += turn.routed.data[(end - turn.first_routed) * width :]
+        end = max(end, turn.first_routed + len(turn.routed))
+    last = turns[-1].routed
+    length = sum(len(each.prompt_ids) + len(each.ids) for each in turns) - 1
+    return None if last is None or end != length else Array(last.dtype, (end, *last.shape[1:]), data)
 
 
 def _read(turn: Turn, renderer: ClientRenderer) -> tuple[list[int], Completion]:

@@ -28,6 +28,7 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "promotion": ("feedback", "operator"),
     "gate_verdict": ("feedback",),
     "shadow_turn": ("gateway",),
+    "client_group": ("feedback",),
     "bound_asked": ("operator",),
     "trainer_order": ("operator",),
     "certify_asked": ("curriculum",),

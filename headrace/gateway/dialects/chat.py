@@ -4,6 +4,7 @@ One message contains all tool calls of a turn, each with its index. A stream end
 asks for usage, a chunk without choices precedes it.
 """
 
+import base64
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from headrace.gateway.dialects import base
 from headrace.gateway.dialects.base import Body, Unusable, event
 from headrace.gateway.dialects.keys import CHAT, left_out
 from headrace.gateway.dialects.writer import Head, Writer
+from headrace.messages.base import Array
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
@@ -47,6 +49,7 @@ class ChatCompletions:
             stops=base.stops(body.get("stop"), "stop"),
             answer=base.answer_schema(body.get("response_format"), "response_format"),
             logprobs=base.flag(body.get("logprobs"), "logprobs"),
+            tokens=base.flag(body.get("return_token_ids"), "return_token_ids"),
             samples=samples,
             parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
             max_tokens=base.whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
@@ -67,8 +70,10 @@ class ChatCompletions:
             if reply.calls:
                 message["tool_calls"] = [_call(call) for call in reply.calls]
             choice = {"index": index, "message": message, "finish_reason": _FINISH[reply.stop]}
-            choices.append(choice | {"logprobs": _logprobs(reply, request)})
-        return _head(replies[0], "chat.completion") | {"choices": choices, "usage": _usage(replies)}
+            choices.append(choice | {"logprobs": _logprobs(reply, request)} | _tokens(reply))
+        return (
+            _head(replies[0], "chat.completion") | _prompt(replies[0]) | {"choices": choices, "usage": _usage(replies)}
+        )
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
@@ -78,9 +83,14 @@ class ChatCompletions:
 class _Writer(Writer):
     """Chunks with one delta each. Thinking is in `reasoning_content`, as DeepSeek, vLLM and SGLang have it."""
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: object = None) -> Iterator[bytes]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-        yield event(self._head() | {"choices": [choice]} | ({"usage": None} if self.request.include_usage else {}))
+    def _chunk(self, delta: dict[str, Any], end: ModelReply | None = None) -> Iterator[bytes]:
+        """end: the whole reply, with the last delta."""
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+        more: dict[str, Any] = {"usage": None} if self.request.include_usage else {}
+        if end is not None:
+            choice |= {"finish_reason": _FINISH[end.stop], "logprobs": _logprobs(end, self.request)} | _tokens(end)
+            more |= _prompt(end)
+        yield event(self._head() | {"choices": [choice]} | more)
 
     def _head(self) -> dict[str, Any]:
         return _head(self.head, "chat.completion.chunk")
@@ -111,7 +121,7 @@ class _Writer(Writer):
 
     def finish(self, reply: ModelReply) -> Iterator[bytes]:
         """See `Writer.finish`."""
-        yield from self._chunk({}, _FINISH[reply.stop], _logprobs(reply, self.request))
+        yield from self._chunk({}, reply)
         if self.request.include_usage:
             yield event(self._head() | {"choices": [], "usage": _usage([reply])})
         yield b"data: [DONE]\n\n"
@@ -127,7 +137,37 @@ def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
 
 
 def _logprobs(reply: ModelReply, request: ModelRequest) -> dict[str, Any] | None:
-    return {"content": base.logprobs_of(reply), "refusal": None} if request.logprobs else None
+    """Those of the text; beside token ids those of every id, named as vLLM names it."""
+    if not request.logprobs:
+        return None
+    if reply.tokens is None:
+        return {"content": base.logprobs_of(reply), "refusal": None}
+    pairs = zip(reply.tokens.ids.tolist(), reply.tokens.logprobs.tolist(), strict=True)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{id}", "logprob": logprob, "bytes": None, "top_logprobs": []} for id, logprob in pairs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _prompt(reply: ModelReply) -> dict[str, Any]:
+    return {} if reply.tokens is None else {"prompt_token_ids": reply.tokens.prompt_ids.tolist()}
+
+
+def _tokens(reply: ModelReply) -> dict[str, Any]:
+    """The tokens of a turn in vLLM's fields; `routed_experts` is a base64 .npy of prompt and turn without
+    the last id, which no forward read."""
+    tokens = reply.tokens
+    if tokens is None:
+        return {}
+    routes = None if tokens.routed is None else base64.b64encode(_npy(tokens.routed)).decode()
+    return {"token_ids": tokens.ids.tolist(), "token_versions": tokens.versions.tolist(), "routed_experts": routes}
+
+
+def _npy(values: Array) -> bytes:
+    """An array in numpy's file format 1.0."""
+    head = f"{{'descr': '{values.dtype}', 'fortran_order': False, 'shape': ({', '.join(map(str, values.shape))},), }}"
+    head += " " * (-(len(head) + 11) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + values.data
 
 
 def _usage(replies: Sequence[ModelReply]) -> dict[str, Any]:

@@ -54,6 +54,7 @@ CHAT: Mapping[str, Key] = {
     "n": Key("honoured", "1 to 8 samples, branches of one tree; 1 with stream"),
     "stop": Key("honoured", _STOP),
     "logprobs": Key("honoured", "of the sampled tokens; in a stream they come with the last chunk"),
+    "return_token_ids": Key("honoured", "as vLLM: prompt_token_ids, token_ids and routed_experts; and token_versions"),
     "response_format": Key("honoured", _FORMAT),
     "functions": Key("refused", "send tools instead"),
     "function_call": Key("refused", "send tool_choice instead", ("auto", "none")),

@@ -4,8 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Amount, Count, Finite, Message, Share, Token, Version, message
+from headrace.messages.base import Amount, Count, Finite, Message, Name, Share, Token, Version, message
 from headrace.messages.rollout import PolicyRef
+from headrace.messages.tasks import TaskRef
 
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
 """The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
@@ -51,6 +52,19 @@ class Feedback(Message, frozen=True, kw_only=True):
     comment: str = ""
     untrainable: str = ""
     """Why the session cannot be trained on although it is rated; empty when it can."""
+
+
+@message("client_group")
+class ClientGroup(Message, frozen=True, kw_only=True):
+    """Rated sessions of one task that a client's loop ran, complete: the curriculum may issue them as a group. In the
+    group each is an attempt, with the turns of all branches of its tree."""
+
+    run: str
+    group: Name
+    """``<user hash>.<id>``"""
+    task: TaskRef
+    sessions: tuple[Name, ...]
+    """The trees of the slots, in order: the groups of their first sessions."""
 
 
 @message("feedback_settled")

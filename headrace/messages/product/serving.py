@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Finite, Message, Name, Seed, Share, Version, message
+from headrace.messages.base import Amount, Array, Count, Finite, Message, Name, Seed, Share, Version, message
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 CLIENT_SUITE = "client"
@@ -175,6 +175,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: Finite
 
 
+class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a turn, as its record has them."""
+
+    prompt_ids: Array
+    """<i4 [p]: everything before the first sampled id."""
+    ids: Array
+    """<i4 [m]"""
+    logprobs: Array
+    """<f4 [m]"""
+    versions: Array
+    """<i4 [m]: the version that sampled each id."""
+    routed: Array | None = None
+    """|u1 or <u2 [p + m - 1, layers, top_k]: the experts of every forwarded position; None where the engine records no
+    routes."""
+
+
 @message("client_turn", version=2)
 class ClientTurn(Message, frozen=True, kw_only=True):
     """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log
@@ -212,6 +228,8 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     """A JSON Schema, as JSON, that its text keeps by the engine's grammar; empty: any text."""
     logprobs: bool = False
     """Say the log-probabilities of the text."""
+    tokens: bool = False
+    """Say the turn's tokens."""
     behind: TurnPlace | None = None
     """It goes on behind this recorded turn, whose ids and those before it are its context; `messages` are the new
     ones. None: `messages` are the whole history."""
@@ -252,6 +270,7 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     stopped_by: str = ""
     """The one of `ClientTurn.stops` that ended it."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    tokens: TurnTokens | None = None
     behind: bool = False
     """Nothing was sampled, because the session has a turn that the gateway does not know. The gateway begins a
     branch."""

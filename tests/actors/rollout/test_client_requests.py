@@ -1,12 +1,15 @@
 """Forced calls, stops, samples, log-probabilities, and turns that are named instead of sent, through the whole path."""
 
+import base64
 import json
 import secrets
 from collections.abc import AsyncIterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from headrace.actors.rollout import spans
@@ -16,6 +19,7 @@ from headrace.engines.base import Engine as Sampler
 from headrace.engines.base import Sample, SampleRequest
 from headrace.messages.rollout import TurnSampled
 from headrace.messages.subjects import TURN
+from headrace.policy.routes import in_memory
 from headrace.registry import admit
 from headrace.rendering.tokenizer import Tokenizer
 from tests.actors.rollout.test_client_turns import TOOL, Client, client_of, config, model, run
@@ -325,3 +329,33 @@ async def test_an_answer_has_its_format_behind_calls_that_no_grammar_chose(
     assert len({*play.sessions}) == 1 and len(play.sessions) == 2
     first, last = (await records(connect, run))[play.sessions[0]]
     assert [call.name for call in first.turn.calls] == ["read"] and not last.turn.calls
+
+
+async def test_a_trainer_outside_reads_the_tokens_of_the_record(client: Client, connect: Connect, run: str) -> None:
+    body = {"logprobs": True, "return_token_ids": True}
+    first, session = await post(client, CHAT, messages=SAID, **body)
+    more = [*SAID, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, *SAID]
+    again, _ = await post(client, CHAT, messages=more, **body)
+    asked = {"messages": SAID, "stream": True, "user": "b"} | body
+    async with client.http.post(client.url + CHAT, json=asked) as answer:
+        (last,) = (part for part in events(await answer.read()) if "prompt_token_ids" in part)
+    by_session = await records(connect, run)
+    one, two = by_session.pop(session)
+    (other,) = by_session.popitem()[1]
+    before: list[int] = []
+    for record, told in ((one, first), (two, again), (other, last)):
+        prompt, sampled = ids(record)
+        before = [*(before if record is two else []), *prompt]
+        (choice,) = told["choices"]
+        assert told["prompt_token_ids"] == before and choice["token_ids"] == sampled
+        content = choice["logprobs"]["content"]
+        assert [each["token"] for each in content] == [f"token_id:{id}" for id in sampled]
+        assert [each["logprob"] for each in content] == record.turn.logprobs.tolist()
+        assert set(choice["token_versions"]) == {0} and len(choice["token_versions"]) == len(sampled)
+        routes = np.load(BytesIO(base64.b64decode(choice["routed_experts"])))
+        assert routes.shape[0] == len(before) + len(sampled) - 1
+        routed = in_memory(record.turn).routed
+        assert routed is not None
+        rows = np.frombuffer(routed.data, routed.dtype).reshape(routed.shape)
+        np.testing.assert_array_equal(routes[record.turn.first_routed :], rows)
+        before += sampled

@@ -8,10 +8,9 @@ import torch
 
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import Capture, Span, Trajectory, Turn, routes_end
+from headrace.messages.rollout import Capture, Span, Trajectory, Turn, routes_end, versions
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
-from headrace.replay.tokens import versions
 from headrace.training.batches.batch import build
 from headrace.training.batches.segment import BatchError
 from tests.support.records import of
@@ -132,7 +131,7 @@ def test_a_context_that_one_turn_forwarded_twice_belongs_to_the_first_forward() 
     once = turn(0, [10, 11, 12], [20, 21, 22], [Span(0, 5, 6)])
     twice = msgspec.structs.replace(once, spans=(Span(0, 4, 5), Span(0, 5, 6)))
     (segment,) = segments_of(trajectory(twice))
-    assert segment.versions.tolist() == versions(trajectory(twice)) == [5, 5, 6]
+    assert segment.versions.tolist() == versions(trajectory(twice).turns) == [5, 5, 6]
     assert segment.spans == (Span(0, 4, 5), Span(0, 5, 6))
     assert segment.routes is not None and segment.routes[:, 0, 0].tolist() == list(range(5))
 
