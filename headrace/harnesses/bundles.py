@@ -109,7 +109,8 @@ def _python(part: Path, requirements: list[str]) -> dict[str, list[str]]:
     (part / "bin").mkdir()
     shutil.copy2(base / "bin" / version, part / "bin" / version)
     site = library / "site-packages"
-    _run(sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(site), *requirements)
+    if requirements:
+        _run(sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(site), *requirements)
     shutil.rmtree(site / "bin", ignore_errors=True)
     # Compiled files that name no time: the same content has the same name, and nothing compiles again.
     compiled = ("-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", str(library))

@@ -164,8 +164,9 @@ class Backend(Protocol):
         """Stop a machine for a moment; the result makes copies that continue from there, each consuming one
         reservation. SandboxLost, VmhostError."""
 
-    def harness_folder(self, bundle: Bundle) -> str:
-        """Where a sandbox of a request with this harness has its bundle. VmhostError where it cannot be mounted."""
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
+        """The template with a harness's bundle mounted, and the folder in which it is. Blocks while the bundle is made
+        ready for its first sandbox. VmhostError where it cannot be mounted."""
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why the node cannot hold another such machine now; empty when it can. Changes nothing. VmhostError for limits

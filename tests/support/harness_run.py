@@ -13,7 +13,7 @@ from headrace.actors.judge import Judge
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Engine, Harness, Policy, Production, Program, Run
+from headrace.config import Config, Engine, Harness, Policy, Production, Program, Run, Tasks
 from headrace.config import Environment as Section
 from headrace.judging.rules import VERSION
 from headrace.messages.judging import Score
@@ -57,7 +57,9 @@ class HarnessRun(NamedTuple):
     run: str
     harness: str
 
-    async def attempt(self, slot: int = 0, group: str = "g", **fields: Any) -> Trajectory | SlotFailed:
+    async def attempt(
+        self, slot: int = 0, group: str = "g", *, suite: str = SUITE, id: str = "", **fields: Any
+    ) -> Trajectory | SlotFailed:
         """Issue an attempt and wait for its end."""
         request = RolloutRequest(
             **({"limits": LIMITS} | fields),
@@ -66,11 +68,11 @@ class HarnessRun(NamedTuple):
             group=group,
             slot=slot,
             attempt=0,
-            task=TaskRef(SUITE, task()),
+            task=TaskRef(suite, id or task()),
             seed=7,
             harness=self.harness,
         )
-        await self.bus.publish(TASK.at(run=self.run, lane="train", suite=token(SUITE)), request)
+        await self.bus.publish(TASK.at(run=self.run, lane="train", suite=token(suite)), request)
         found: list[Trajectory | SlotFailed] = []
 
         async def follow(stream: str, subject: str) -> None:
@@ -115,6 +117,7 @@ async def harness_run(
     backend: str = "process",
     mark: str = "",
     policy: tuple[Policy, dict[str, Any]] | None = None,
+    suites: Path | None = None,
     cache: Path = ROOT / ".cache" / "headrace",
     **harness: Any,
 ) -> AsyncIterator[HarnessRun]:
@@ -129,6 +132,7 @@ async def harness_run(
         harness=Harness(name=name, **harness),
         harnesses={name: own} if own is not None else {},
         production=Production(enabled=False),
+        tasks=Tasks(suite=SUITE, dir=str(suites or folder / "suites")),
     )
     PLAYS.append(Play(Script(mark or '"name": "bash"', list(turns), "A title.")))
     bundle = msgspec.structs.replace(bundle_of_run("hermes"), chat_template=TOOLS + CHATML)

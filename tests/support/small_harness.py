@@ -18,8 +18,14 @@ from headrace.config import Program
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}}}  # fmt: skip  # noqa: E501
 
 
+def with_interpreter() -> Program:
+    """This file's program with an interpreter of its own: no requirement, so the bundle is made without a network."""
+    text = Path(__file__).read_text().replace("from headrace.config import Program\n", "Program = object\n")
+    return Program(install="pip:", command=("python", "-c", text, "{prompt}"))
+
+
 def program(folder: Path) -> Program:
-    """A bundle's folder with this file as a program."""
+    """A bundle's folder with this file as a program of this machine's Python."""
     (folder / "bin").mkdir(parents=True)
     text = Path(__file__).read_text().replace("from headrace.config import Program\n", "Program = object\n")
     (folder / "bin" / "small").write_text(f"#!{sys.executable} -S\n{text}")
@@ -50,8 +56,12 @@ def main() -> int:
         messages.append(message)
         for call in message.get("tool_calls") or ():
             command = json.loads(call["function"]["arguments"])["command"]
-            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
+            try:
+                done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+                said = done.stdout + done.stderr
+            except OSError as error:  # a root without a shell
+                said = str(error)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         if not message.get("tool_calls"):
             if "forever" not in does:
                 break

@@ -162,10 +162,10 @@ class Environment(Actor):
             return await self._acquire_alone(request)
 
     async def _acquire_alone(self, request: Acquire) -> Acquired | SandboxReply:
-        harness = None
+        mounted = plugin = None
         try:
             if request.harness:
-                harness = await asyncio.to_thread(self._host.harness, request.harness)
+                request, mounted, plugin = await asyncio.to_thread(self._host.mount, request)
             sandbox = await self._host.acquire(request)
         except NoCapacity as error:
             return SandboxReply(failure="no_room", detail=str(error))
@@ -177,9 +177,8 @@ class Environment(Actor):
                 await self._lost(lease, str(error))
             return _failure(error)
         acquired = self._hand_over(request, sandbox)
-        if harness is None or not isinstance(acquired, Acquired):
+        if mounted is None or plugin is None or not isinstance(acquired, Acquired):
             return acquired
-        mounted, plugin = harness
         return msgspec.structs.replace(acquired, harness=mounted, plugins=(*acquired.plugins, plugin))
 
     def _hand_over(self, request: Acquire, sandbox: VmSandbox) -> Acquired | SandboxReply:

@@ -190,9 +190,9 @@ class ProcessBackend(WithoutCopies):
         """Every machine has the same number."""
         return self.slots
 
-    def harness_folder(self, bundle: Bundle) -> str:
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
         """The node's own folder: a process sees the host's files."""
-        return str(bundle.folder)
+        return template, str(bundle.folder)
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Processes are small: max_vms alone bounds them."""

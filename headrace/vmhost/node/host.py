@@ -86,8 +86,10 @@ class Host:
         host._harnesses = dict(harnesses or {})
         return host
 
-    def harness(self, name: str) -> tuple[Mounted, Plugin]:
-        """Where a harness is in this node's sandboxes, and its identity. VmhostError where there is none."""
+    def mount(self, request: Acquire) -> tuple[Acquire, Mounted, Plugin]:
+        """The request for a sandbox with its harness, where that is in it, and its identity. Blocks at a bundle's first
+        use. VmhostError where there is none."""
+        name = request.harness or ""
         program = self._harnesses.get(name)
         if program is None:
             known = ", ".join(self._harnesses) or "none"
@@ -99,9 +101,10 @@ class Host:
         if bundle is None:
             raise VmhostError(f"the harness {name} has no bundle in {cache}: run `headrace harness {name}`")
         self.demand("harness")
+        template, folder = self._backend.with_harness(request.template, bundle)
         plugin = Plugin(seam="harnesses", name=name, version=program.version, source=bundle.digest)
-        folder = self._backend.harness_folder(bundle)
-        return Mounted(folder=folder, runners=bundle.mounted(folder)), plugin
+        mounted = Mounted(folder=folder, runners=bundle.mounted(folder))
+        return msgspec.structs.replace(request, template=template), mounted, plugin
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
