@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import Program
-from headrace.errors import HeadraceError
+from headrace.errors import MACHINE, HeadraceError
 
 FOLDER = "harnesses"
 """Below `[environment] cache_dir`."""
@@ -29,7 +29,7 @@ _LIBRARY = re.compile(r"(?:\S+ => )?(/\S+) \(0x")
 _LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "site-packages", "__pycache__")
 
 
-class BundleError(HeadraceError):
+class BundleError(HeadraceError, exit_status=MACHINE):
     """A bundle could not be made, or is not there."""
 
 

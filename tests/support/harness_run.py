@@ -56,6 +56,7 @@ class HarnessRun(NamedTuple):
     bus: Bus
     run: str
     harness: str
+    rollout: Rollout
 
     async def attempt(
         self, slot: int = 0, group: str = "g", *, suite: str = SUITE, id: str = "", **fields: Any
@@ -145,6 +146,6 @@ async def harness_run(
     async with (
         living(Environment, config, await connect("environment", node="n1"), ANY_RUN, "environment"),
         living(Judge, config, await connect("judge"), run, "judge"),
-        living(Rollout, config, await connect("rollout", node="n1"), run, "rollout"),
+        living(Rollout, config, await connect("rollout", node="n1"), run, "rollout") as rollout,
     ):
-        yield HarnessRun(bus, run, name)
+        yield HarnessRun(bus, run, name, rollout)

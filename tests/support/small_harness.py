@@ -33,9 +33,10 @@ def program(folder: Path) -> Program:
     return Program(install=f"folder:{folder}", command=("small", "{prompt}"))
 
 
-def ask(messages: list[dict[str, Any]], tools: bool = True) -> dict[str, Any]:
+def ask(messages: list[dict[str, Any]], tools: bool = True, again: bool = False) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "m", "messages": messages} | ({"tools": [TOOL]} if tools else {})
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    headers |= {"X-Stainless-Retry-Count": "1"} if again else {}
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -52,7 +53,7 @@ def main() -> int:
     while True:
         message = ask(messages)
         if "twice" in does:
-            message = ask(messages)
+            message = ask(messages, again=True)
         messages.append(message)
         for call in message.get("tool_calls") or ():
             command = json.loads(call["function"]["arguments"])["command"]
