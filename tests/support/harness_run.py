@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.actors.environment.actor import Environment
 from headrace.actors.judge import Judge
@@ -71,7 +72,7 @@ class HarnessRun(NamedTuple):
             attempt=0,
             task=TaskRef(suite, id or task()),
             seed=7,
-            harness=self.harness,
+            harness=self.harness or UNSET,
         )
         await self.bus.publish(TASK.at(run=self.run, lane="train", suite=token(suite)), request)
         found: list[Trajectory | SlotFailed] = []

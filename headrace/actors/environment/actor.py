@@ -226,7 +226,7 @@ class Environment(Actor):
             lease.renew()
         if not repeated:
             self._calls += 1
-        if not repeated and not (isinstance(call.op, FollowJob) and call.op.raw):  # a transport, no tool
+        if not repeated and not (isinstance(call.op, FollowJob | FeedJob) and call.op.raw):  # a transport, no tool
             self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
         if lease.epoch != call.epoch:
             return SandboxReply(failure="refused", detail="the sandbox was handed over while the call ran")

@@ -69,6 +69,8 @@ class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
     job: Integer
     data: bytes = b""
     last: bool = False
+    raw: bool = False
+    """Of an endpoint's job: records of connections, which the tool log leaves out."""
 
 
 class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):

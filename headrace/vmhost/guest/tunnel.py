@@ -23,6 +23,8 @@ WINDOW = 64 << 10
 """Bytes of a stream that may be on their way to the guest."""
 STREAMS = 12
 """Concurrent streams: together they never fill a job's input, which holds 1 MiB."""
+TOGETHER_MS = 2
+"""How long records to an endpoint wait for more of a request: its head and its body are then one call."""
 _HEAD = struct.Struct("!IBI")
 _LONGEST_HEAD = 16 << 10
 LIMIT = 256 << 10
@@ -93,6 +95,8 @@ class Tunnel:
         self._streams: dict[int, _Stream] = {}
         self._next = 0
         self._records = Records()
+        self._out = b""
+        """Records to the host, which go out together once nothing more comes."""
 
     def serve(self) -> None:
         """Serve until standard input ends."""
@@ -106,7 +110,10 @@ class Tunnel:
                 reads = stream.opened or stream.rest is None
                 poll.register(stream.client, (select.POLLIN if reads else 0) | (select.POLLOUT if stream.unsent else 0))
                 owners[stream.client.fileno()] = number
-            for fd, events in poll.poll():
+            events_now = poll.poll(TOGETHER_MS if self._out else None)
+            if not events_now:
+                self._write()
+            for fd, events in events_now:
                 if fd == 0:
                     data = os.read(0, 65536)
                     if not data:
@@ -121,7 +128,7 @@ class Tunnel:
                         stream = self._streams[self._next] = _Stream(client)
                         if self._endpoint:
                             stream.opened = True
-                            self._send(record(self._next, OPEN))
+                            self._out += record(self._next, OPEN)  # with the request, not before it
                 elif owners[fd] in self._streams:
                     self._from_client(owners[fd], events)
 
@@ -206,10 +213,18 @@ class Tunnel:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
-        self._streams.pop(number).client.close()
-        self._send(record(number, CLOSE))
+        stream = self._streams.pop(number)
+        stream.client.close()
+        if not (self._endpoint and stream.ended):  # the host closed it
+            self._send(record(number, CLOSE))
 
     def _send(self, data: bytes) -> None:
+        self._out += data
+        if not self._endpoint or len(self._out) >= LIMIT // 2:
+            self._write()
+
+    def _write(self) -> None:
+        data, self._out = self._out, b""
         while data:
             data = data[os.write(1, data) :]
 

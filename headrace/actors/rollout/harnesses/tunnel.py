@@ -70,7 +70,7 @@ class Tunnel:
             await self._news.wait()
             self._news.clear()
             data, self._unsent = self._unsent, b""
-            if not (await self._sandbox.call(FeedJob(job=self._job, data=data))).ok:
+            if not (await self._sandbox.call(FeedJob(job=self._job, data=data, raw=True))).ok:
                 return
 
     def _take(self, number: int, kind: int, payload: bytes) -> None:
