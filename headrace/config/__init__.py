@@ -17,6 +17,7 @@ from headrace.config.episodes import (
     Tools,
 )
 from headrace.config.feedback import Feedback, Gate, branch_name
+from headrace.config.harnesses import Harness, Program
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
@@ -36,6 +37,7 @@ __all__ = [
     "Evaluation",
     "Feedback",
     "Gate",
+    "Harness",
     "Judge",
     "Limits",
     "Mesh",
@@ -45,6 +47,7 @@ __all__ = [
     "Policy",
     "Processes",
     "Production",
+    "Program",
     "Replay",
     "Rollout",
     "Run",

@@ -193,8 +193,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
 
 
 def keys() -> Iterator[tuple[str, str, Any, Any]]:
-    """Section, key, type and default of every key of the configuration."""
+    """Section, key, type and default of every key of the configuration, without those of the tables [harnesses.NAME],
+    which have names of the user's own."""
     defaults = Config()
     for section in msgspec.structs.fields(Config):
+        if section.name == "harnesses":
+            continue
         for field in msgspec.structs.fields(type(getattr(defaults, section.name))):
             yield section.name, field.name, field.type, getattr(getattr(defaults, section.name), field.name)

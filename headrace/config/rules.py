@@ -7,6 +7,7 @@ configuration is read, and the first one that fails is the error.
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from headrace.config.harnesses import HARNESSES
 from headrace.config.nodes import LEAST_MEMORY_MIB
 from headrace.config.tree import Config
 from headrace.registry import SEAMS
@@ -72,6 +73,21 @@ def _curriculum(config: Config) -> Iterator[Problem]:
             "algorithm.minibatches",
             f"expected at most the {slots} trajectories of a batch, got {config.algorithm.minibatches}",
         )
+
+
+def _harness(config: Config) -> Iterator[Problem]:
+    known = ("own", *HARNESSES, *config.harnesses)
+    for name in config.harness.mix or (config.harness.name,):
+        if name not in known:
+            yield (
+                "harness.mix" if config.harness.mix else "harness.name",
+                (f"expected one of {', '.join(known)}, got {name!r}; others stand in a table [harnesses.{name}]"),
+            )
+    for name, program in config.harnesses.items():
+        if program.install.partition(":")[0] not in ("pip", "npm", "folder"):
+            yield f"harnesses.{name}.install", f"expected pip:, npm: or folder:, got {program.install!r:.80}"
+        if not program.command:
+            yield f"harnesses.{name}.command", "expected a program of its bundle and its arguments, got none"
 
 
 def _mcp(config: Config) -> Iterator[Problem]:
@@ -246,6 +262,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _plugins,
     _limits,
     _curriculum,
+    _harness,
     _mcp,
     _judge,
     _algorithm,

@@ -2,9 +2,10 @@
 
 import msgspec
 
-from headrace.config.base import Section
+from headrace.config.base import Section, Token
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks, Tools
 from headrace.config.feedback import Feedback, Gate
+from headrace.config.harnesses import Harness, Program
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -25,6 +26,8 @@ class Config(Section, frozen=True, kw_only=True):
     judge: Judge = Judge()
     tasks: Tasks = Tasks()
     tools: Tools = Tools()
+    harness: Harness = Harness()
+    harnesses: dict[Token, Program] = {}
     limits: Limits = Limits()
     curriculum: Curriculum = Curriculum()
     algorithm: Algorithm = Algorithm()

@@ -24,6 +24,7 @@ SENTENCES = {
     "tree_too_large": "the workspace is too large to be read",
     "no_environment": "no environment node is running, so there is no sandbox",
     "no_capacity": "no sandbox became free",
+    "harness_failed": "the harness did not start",
     "dead_letter": "no rollout actor could handle the request",
     "judge_lost": "the judge was lost",
     "judge_endpoint": "the judge's model did not answer",

@@ -190,16 +190,24 @@ class _Requests(RequestHandler):
 
 
 class Listener:
-    """One HTTP port: `start`, then `stop`."""
+    """One HTTP port: `start`, then `stop`. Or `open` alone, for connections that come by another way."""
 
     def __init__(self, routes: list[web.RouteDef], admit: Admit, report: Report) -> None:
         """admit: stands before every handler, and raises HttpRefused. report: receives the handlers' exceptions other
         than HttpRefused, Unusable and BusError."""
         self._routes, self._admit, self._report = routes, admit, report
         self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listen and return the URL. port: 0 chooses a free one."""
+        connection = await self.open()
+        self._server = await asyncio.get_running_loop().create_server(connection, host, port, backlog=512)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def open(self) -> Callable[[], asyncio.Protocol]:
+        """What makes the protocol of a connection."""
 
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -219,12 +227,11 @@ class Listener:
         assert server is not None
         options: dict[str, Any] = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S}
         options["lingering_time"] = LINGER_S
-        self._server = await loop.create_server(lambda: _Requests(server, **options), host, port, backlog=512)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"http://{host}:{port}"
+        return lambda: _Requests(server, **options)
 
     async def stop(self) -> None:
         """Close the port and every connection."""
         if self._server is not None:
             self._server.close()
+        if self._runner is not None:
             await self._runner.cleanup()

@@ -230,7 +230,7 @@ class ClientServing:
             session = self._sessions.took(turn, message)
         finally:
             self._sessions.over(turn)
-        reply = _reply(request, done, session.group, len(session.turns) - 1)
+        reply = reply_of(request, done, session.group, len(session.turns) - 1)
         try:
             await self._keep(session.group)
         except BusError:
@@ -241,7 +241,7 @@ class ClientServing:
     async def _again(self, request: ModelRequest, group: str, index: int) -> ModelReply:
         """A recorded turn."""
         done = await self._ask(self._turn(request, group, recorded=index))
-        return _reply(request, done, group, index)
+        return reply_of(request, done, group, index)
 
     async def answered(self, reply: ModelReply, lost: bool) -> None:
         """See `Sampler.answered`."""
@@ -479,7 +479,8 @@ def _group_of(key: str) -> str:
     return ".".join(key.split(".")[-2:])
 
 
-def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:
+def reply_of(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:
+    """The reply that is made of a turn. group, turn: its place."""
     return ModelReply(
         id=reply_id(group, turn),
         model=request.model or LATEST,

@@ -25,8 +25,9 @@ from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Parsed, Renderer
 
-Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "cancelled"]
-"""``cancelled`` is not the loop's: a rollout actor writes it for the turns of an attempt that its user ended."""
+Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "cancelled", "crashed"]
+"""The last two are not the loop's: a rollout actor writes them, for an attempt that its user ended, and for one of
+another harness that crashed."""
 OnSampled = Callable[[Turn], Awaitable[None]]
 OnDone = Callable[[int, tuple[ToolResult, ...]], Awaitable[None]]
 OnStep = Callable[[int], Awaitable[None]]

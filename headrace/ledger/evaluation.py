@@ -80,6 +80,7 @@ class Evaluation:
             limits=asked.limits,
             isolation=asked.isolation,
             policy=asked.policy,
+            harnesses=asked.harnesses or (),
         )
         return settings.request(issued)
 

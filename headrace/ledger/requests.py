@@ -5,8 +5,10 @@ depends on nothing else: a successor that builds the request of a recorded attem
 """
 
 import msgspec
+from msgspec import UNSET
 
 from headrace import config as sections
+from headrace.harnesses import programs
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, Workspace
 from headrace.messages.sandbox import Isolation
@@ -25,9 +27,12 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """Replace the task's files, unless there are none."""
     workspace: Workspace | None = None
+    harnesses: tuple[tuple[str, int], ...] = ()
+    """Names and weights, of which each group has one; none: headrace's own agent."""
 
     def request(self, issued: SlotIssued) -> RolloutRequest:
         """The request of a recorded attempt."""
+        harness = programs.of_group(self.harnesses, issued.group) if self.harnesses else programs.OWN
         return RolloutRequest(
             run=issued.run,
             lane=issued.lane,
@@ -44,6 +49,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             prompt=self.prompt,
             files=self.files,
             workspace=self.workspace,
+            harness=harness if harness != programs.OWN else UNSET,
         )
 
 
@@ -61,7 +67,13 @@ def limits_of(limits: sections.Limits) -> Limits:
 
 def training_settings(config: sections.Config) -> RequestSettings:
     """The settings of training groups."""
-    return settings_of(config, config.curriculum.temperature)
+    return with_harness(config, settings_of(config, config.curriculum.temperature))
+
+
+def with_harness(config: sections.Config, settings: RequestSettings) -> RequestSettings:
+    """The settings of attempts in which `[harness]` acts."""
+    mix = config.harness.mix or {config.harness.name: 1}
+    return msgspec.structs.replace(settings, harnesses=tuple(sorted(mix.items())))
 
 
 def settings_of(config: sections.Config, temperature: float) -> RequestSettings:

@@ -9,8 +9,10 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
+from msgspec import UNSET
+
 from headrace.config import Config
-from headrace.ledger.requests import settings_of
+from headrace.ledger.requests import settings_of, with_harness
 from headrace.ledger.schedule import IssueGroup, RetrySlot
 from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
@@ -122,7 +124,7 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
     due = steps // section.every * section.every if section.every else 0
     if not 0 < due <= served:
         return
-    settings = settings_of(config, TEMPERATURE)
+    settings = with_harness(config, settings_of(config, TEMPERATURE))
     ids = evaluation_ids(config, due)[-len(suites_during(config)) :]
     for id, suite in zip(ids, suites_during(config), strict=True):
         yield EvalRequest(
@@ -134,6 +136,7 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
             sampling=settings.sampling,
             limits=settings.limits,
             isolation=settings.isolation,
+            harnesses=settings.harnesses or UNSET,
             reason=f"{DURING}_{suite}",
             seed=config.run.seed,
         )
@@ -153,7 +156,7 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
         for kind, temperature in kinds:
             if tasks > 0:
                 reason = f"{name}_{when}{kind}"
-                settings = settings_of(config, temperature)
+                settings = with_harness(config, settings_of(config, temperature))
                 yield EvalRequest(
                     id=reason.replace("_", "-"),
                     run=run,
@@ -163,6 +166,7 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
                     sampling=settings.sampling,
                     limits=settings.limits,
                     isolation=settings.isolation,
+                    harnesses=settings.harnesses or UNSET,
                     reason=reason,
                     seed=config.run.seed,
                 )

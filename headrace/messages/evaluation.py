@@ -1,5 +1,7 @@
 """Evaluation of a policy on tasks that it is not trained on."""
 
+from msgspec import UNSET, UnsetType
+
 from headrace.messages.base import Count, Finite, Message, Seed, Share, Version, message
 from headrace.messages.rollout import Limits, PolicyRef, Sampling
 from headrace.messages.sandbox import Isolation
@@ -20,6 +22,8 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     isolation: Isolation = "group"
+    harnesses: tuple[tuple[str, Count], ...] | UnsetType = UNSET
+    """Names and weights, of which each of its groups has one. Unset: headrace's own agent."""
     reason: str = ""
     seed: Seed = 0
 

@@ -94,6 +94,8 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     """How long its rollout actors have waited for a sandbox."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
+    harness: str | UnsetType = UNSET
+    """The program that acts in the sandbox, by its name in the configuration. Unset: headrace's own agent."""
 
     @property
     def trajectory(self) -> str:
@@ -275,6 +277,22 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """The task, group and metadata with which the client opened the session."""
 
 
+class HarnessEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a harness's attempt went. Every conversation that it held is a segment of the attempt."""
+
+    name: str
+    code: int
+    """Its exit code; a signal counts as its negative number."""
+    requests: Count
+    """Model calls that it made, the refused and the repeated ones among them."""
+    rewritten: Count
+    """Turns whose history is in no record: it was rewritten, so they begin a segment, where it is not trained on."""
+    unrewarded: tuple[Count, ...] = ()
+    """Segments without advantage, by `[harness] reward`."""
+    said: str = ""
+    """The end of its output, where it did not finish."""
+
+
 @message("trajectory")
 class Trajectory(Message, frozen=True, kw_only=True):
     """A finished attempt with all of its turns and its diff, stored before its sandbox is released."""
@@ -290,8 +308,11 @@ class Trajectory(Message, frozen=True, kw_only=True):
     seed: Seed
     policy: PolicyRef
     sampling: Sampling
-    outcome: Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "sandbox_limit", "cancelled"]
-    """``cancelled``: a user of the production lane ended it; the turns until then are here, the diff is empty."""
+    outcome: Literal[
+        "finished", "max_turns", "max_tokens", "wall_time", "context", "sandbox_limit", "cancelled", "crashed"
+    ]
+    """``cancelled``: a user of the production lane ended it; the turns until then are here, the diff is empty.
+    ``crashed``: the harness ended with another exit code than 0, by no fault of its endpoint."""
     turns: tuple[Turn, ...]
     diff: dict[str, bytes]
     """Changed or new files among the allowed paths: path to content."""
@@ -328,6 +349,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     repeats them."""
     turns_from: Count = 0
     """Its first record in HR_TURN, whose records have the routes of its turns; 0: the turns have them themselves."""
+    harness: HarnessEnd | UnsetType = UNSET
+    """Unset, and then not encoded, for headrace's own agent."""
 
     @property
     def oldest_version(self) -> int:
@@ -358,8 +381,8 @@ class SlotFailed(Message, frozen=True, kw_only=True):
     attempt: Count
     reason: str
     """A rollout actor writes ``sandbox_lost``, ``engine_error``, ``search_lost``, ``no_policy``, ``tree_too_large``,
-    ``no_environment``, ``no_capacity``, ``cancelled``; a judge writes ``judge_lost``, ``judge_endpoint``, and one of
-    `LEFT_OUT`."""
+    ``no_environment``, ``no_capacity``, ``harness_failed``, ``cancelled``; a judge writes ``judge_lost``,
+    ``judge_endpoint``, and one of `LEFT_OUT`."""
     detail: str = ""
     rollout: str = ""
 

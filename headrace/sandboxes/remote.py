@@ -49,7 +49,9 @@ class RemoteSandbox:
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
         self.plugins = acquired.plugins
-        """Its backend's identity, if the backend is a plugin."""
+        """Its backend's identity, if the backend is a plugin, and its harness's."""
+        self.harness = acquired.harness
+        """Unset without one."""
         self.fresh = acquired.epoch == 1
         """Whether this is its first owner."""
         self.renewed = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from headrace.config import Environment
+from headrace.harnesses.bundles import Bundle
 from headrace.messages.sandbox import Acquire
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.channel import Channel
@@ -26,6 +27,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox cannot reach the host or a sandbox of another machine; those of its own machine share a kernel and can
     see how busy it is. The production lane demands it, and gives every sandbox a machine of its own."""
     fork: bool = False
+    harness: bool = False
+    """A bundle with a harness can be mounted."""
     inspect: bool = False
     """The host can check a machine's integrity (`CheckIntegrity`)."""
     hostname: bool = False
@@ -60,6 +63,8 @@ def demands(request: Acquire) -> set[str]:
         wanted.add("hostname")
     if request.network:
         wanted.add("network_list")
+    if request.harness:
+        wanted.add("harness")
     return wanted
 
 
@@ -158,6 +163,10 @@ class Backend(Protocol):
     async def fork(self, machine: Machine) -> MakeMachine:
         """Stop a machine for a moment; the result makes copies that continue from there, each consuming one
         reservation. SandboxLost, VmhostError."""
+
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
+        """The template with a harness's bundle mounted, and the folder in which it is. Blocks while the bundle is made
+        ready for its first sandbox. VmhostError where it cannot be mounted."""
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why the node cannot hold another such machine now; empty when it can. Changes nothing. VmhostError for limits

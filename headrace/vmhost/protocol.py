@@ -29,6 +29,7 @@ from headrace.messages.sandbox import (
     ReplaceLines,
     RunTests,
     Search,
+    StartEndpoint,
     StartJob,
     StopJob,
     TestOutcome,
@@ -91,11 +92,14 @@ def to_frame(op: Op) -> Frame:
             del fields["stdin"]
             return fields, [op.stdin]
         case FollowJob():
-            return {"op": "follow_job", "job": op.job, "wait_s": op.wait_s, "limit": op.limit}, []
+            followed = {"op": "follow_job", "job": op.job, "wait_s": op.wait_s, "limit": op.limit}
+            return followed | ({"raw": True} if op.raw else {}), []
         case FeedJob():
             return {"op": "feed_job", "job": op.job, "last": op.last}, [op.data]
         case StopJob():
             return {"op": "stop_job", "job": op.job, "signal": op.signal}, []
+        case StartEndpoint():
+            return {"op": "start_endpoint", "home": op.home}, []
         case PushTar():
             return {"op": "push_tar", "path": op.path} | _forced(op.forced), [op.data]
         case PullTar():

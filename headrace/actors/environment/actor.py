@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+import msgspec
 from msgspec import UNSET
 
 from headrace.actors.environment.leases import Lease, Leases, OwnershipRefused, Unknown
 from headrace.bus.broker.callers import callers
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
+from headrace.harnesses.programs import programs
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
@@ -58,6 +60,7 @@ from headrace.messages.sandbox import (
     SandboxLost,
     SandboxReply,
     Search,
+    StartEndpoint,
     StartJob,
     StopJob,
     ToolLog,
@@ -100,7 +103,10 @@ class Environment(Actor):
         await agree(self.bus, self.run, backends.plugins_of(self.config.environment.backend))
         self.status = "opening the host (builds the template if it is missing)"
         self._host = await Host.open(
-            self.config.environment, on_event=self._on_host_event, limits=self.config.sandboxes
+            self.config.environment,
+            on_event=self._on_host_event,
+            limits=self.config.sandboxes,
+            harnesses=programs(self.config),
         )
         self.status = f"{self._host.backend}, ready"
         await self.event("environment_ready", f"{self._host.backend} on {self._node}", **self._host.facts())
@@ -156,7 +162,10 @@ class Environment(Actor):
             return await self._acquire_alone(request)
 
     async def _acquire_alone(self, request: Acquire) -> Acquired | SandboxReply:
+        mounted = plugin = None
         try:
+            if request.harness:
+                request, mounted, plugin = await asyncio.to_thread(self._host.mount, request)
             sandbox = await self._host.acquire(request)
         except NoCapacity as error:
             return SandboxReply(failure="no_room", detail=str(error))
@@ -167,7 +176,10 @@ class Environment(Actor):
             if lease is not None:
                 await self._lost(lease, str(error))
             return _failure(error)
-        return self._hand_over(request, sandbox)
+        acquired = self._hand_over(request, sandbox)
+        if mounted is None or plugin is None or not isinstance(acquired, Acquired):
+            return acquired
+        return msgspec.structs.replace(acquired, harness=mounted, plugins=(*acquired.plugins, plugin))
 
     def _hand_over(self, request: Acquire, sandbox: VmSandbox) -> Acquired | SandboxReply:
         """Make the caller the owner, under a new secret and epoch."""
@@ -214,6 +226,7 @@ class Environment(Actor):
             lease.renew()
         if not repeated:
             self._calls += 1
+        if not repeated and not (isinstance(call.op, FollowJob | FeedJob) and call.op.raw):  # a transport, no tool
             self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
         if lease.epoch != call.epoch:
             return SandboxReply(failure="refused", detail="the sandbox was handed over while the call ran")
@@ -373,6 +386,6 @@ def describe(op: Op) -> tuple[str, str]:
             brief = op.path
         case CheckIntegrity():
             brief = "thorough" if op.thorough else ""
-        case PullChanges():
+        case PullChanges() | StartEndpoint():
             brief = ""
     return str(op.__struct_config__.tag), brief[:200]

@@ -6,7 +6,8 @@ and its sandbox.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -17,6 +18,8 @@ from headrace.actors.rollout import spans
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.actors.rollout.episode import Episode
 from headrace.actors.rollout.failures import FAILURES, Cancelled, NoEnvironment, failure
+from headrace.actors.rollout.harnesses.endpoint import Endpoint
+from headrace.actors.rollout.harnesses.episode import HarnessEpisode
 from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.pins import NoPolicy, Promoted
 from headrace.actors.rollout.policies import Policies
@@ -29,6 +32,7 @@ from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
+from headrace.engines.base import Engine
 from headrace.engines.registry import ENGINES
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
@@ -44,6 +48,7 @@ from headrace.messages.subjects import FAIL, RPC, TASK, token
 from headrace.messages.tasks import Oracle, Task, TaskRef
 from headrace.messages.weights import WeightsSwapped
 from headrace.registry import PluginError, plugins
+from headrace.rendering.native.client import UnusableConversation
 from headrace.rendering.registry import RENDERERS
 from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.search.client import SearchClient
@@ -64,6 +69,7 @@ class Rollout(Actor):
         SearchModelError."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
         self._promoted = Promoted(self._policies.holding, self._on_refused)
+        self._endpoint = Endpoint(self.event)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
         self._mcp = await open_servers(tasks.mcp, Path(self.config.run.dir) / self.run)
@@ -126,6 +132,7 @@ class Rollout(Actor):
     async def stop(self) -> None:
         """Release the sandboxes, then end the MCP servers and the engine."""
         await self._sandboxes.close()
+        await self._endpoint.stop()
         await self._mcp.close()
         self._promoted.stop()
         await self._policies.stop()
@@ -293,10 +300,7 @@ class Rollout(Actor):
             with self.waiting(f"version {version} for {request.trajectory}"):
                 await self._policies.reached(version)
 
-        def oracle() -> Oracle:
-            return self._suite(request.task.suite).oracle(request.task.task)
-
-        async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
+        async with self._serving(request, task, episode) as (engine, renderer):
             try:
                 with spans.agent(request):
                     return await episode.run(resume, engine, renderer)
@@ -308,6 +312,27 @@ class Rollout(Actor):
                 if (trajectory := await episode.cancelled(renderer)) is None:
                     raise cancelled from None
                 return trajectory
+
+    @asynccontextmanager
+    async def _serving(
+        self, request: RolloutRequest, task: Task, episode: Episode | MessageEpisode
+    ) -> AsyncIterator[tuple[Engine, Any]]:
+        """The engine and the format of an attempt: for a harness, those of clients' turns. NoPolicy."""
+
+        def oracle() -> Oracle:
+            return self._suite(request.task.suite).oracle(request.task.task)
+
+        if not isinstance(episode, HarnessEpisode):
+            async with self._policies.serving(request.policy, task, oracle) as served:
+                yield served
+        elif request.policy.kind == "scripted":
+            raise NoPolicy(f"scripts act in headrace's own agent alone, and {request.harness} was asked for")
+        else:
+            try:
+                async with self._policies.serving_clients(request.policy) as clients:
+                    yield clients.engine, clients
+            except UnusableConversation as error:
+                raise NoPolicy(f"no harness can act: {error}") from None
 
     async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:
         """The plugins of an attempt. A tool that only the task names is compared with the run's at its first use.
@@ -326,7 +351,11 @@ class Rollout(Actor):
     def _episode(self, request: RolloutRequest, task: Task, used: Sequence[Plugin]) -> Episode | MessageEpisode:
         if not task.sandbox:
             return MessageEpisode(request, task, bus=self.bus, rollout=self.id, plugins=used)
-        return Episode(
+        kind: Callable[..., Episode] = Episode
+        if request.harness:
+            serve = self._policies.serving_clients
+            kind = partial(HarnessEpisode, config=self.config, endpoint=self._endpoint, serve=serve)
+        return kind(
             request,
             task,
             bus=self.bus,

@@ -19,13 +19,14 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Protocol
 
 import msgspec
 
 from headrace.actors.rollout import publication, spans
 from headrace.actors.rollout.pins import NoPolicy
 from headrace.actors.rollout.policies import ClientServed
-from headrace.actors.rollout.turn_log import TurnLog
+from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.engines.base import Engine, EngineError, Progress, Sample, SampleRequest, Unsupported
@@ -47,6 +48,7 @@ from headrace.messages.product import (
 )
 from headrace.messages.rollout import (
     Capture,
+    Lane,
     PolicyRef,
     Sampling,
     TokenKinds,
@@ -69,10 +71,29 @@ SHARE = 20
 Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
 
 
-class _Session:
-    """A session in the cache; all of it can be read from the turn log again."""
+class Record(Protocol):
+    """Where the turns of a session are stored: `TurnLog`."""
 
-    def __init__(self, log: TurnLog, turns: Sequence[Turn]) -> None:
+    async def read(self) -> ResumeState:
+        """What is stored."""
+
+    async def is_current(self) -> bool:
+        """Whether nobody else has written since."""
+
+    async def sampled(self, turn: Turn, node: str, sandbox: str, fingerprint: str) -> None:
+        """Store a turn. WrongSequence."""
+
+    async def done(self, index: int, results: Sequence[ToolResult]) -> None:
+        """Store a turn's results while the next one is sampled."""
+
+    async def flush(self) -> None:
+        """Wait until all is stored."""
+
+
+class _Session:
+    """A session in the cache; all of it can be read from its record again."""
+
+    def __init__(self, log: Record, turns: Sequence[Turn]) -> None:
         self.log = log
         self.turns = list(turns)
         self.used = time.monotonic()
@@ -103,6 +124,8 @@ class _UnderWay:
 
 class ClientTurns:
     """Answers clients' turns, and caches the sessions of this rollout actor."""
+
+    lane: Lane = "production"
 
     def __init__(self, bus: Bus, rollout: str, serve: Serve, plugins: tuple[Plugin, ...], idle_s: float) -> None:
         """serve: opens the engine and format of a policy. plugins: this actor's engine and renderer, if they are
@@ -156,7 +179,7 @@ class ClientTurns:
             task.uncancel()
             return ClientTurnDone(failed="the turn was cut before its first token")
         except (UnusableConversation, Unsupported) as error:
-            return ClientTurnDone(refused=str(error))
+            return ClientTurnDone(refused=str(error), full=isinstance(error, _TooLong))
         except WrongSequence:
             await self._drop(request.group)
             return ClientTurnDone(failed="another rollout actor sampled a turn of this session at the same time")
@@ -173,13 +196,21 @@ class ClientTurns:
         if session is not None and not session.sampling and not await session.log.is_current():
             session = None  # another rollout actor has answered a turn since
         if session is None:
-            log = TurnLog(self._bus, run, group, trajectory_of(group))
+            log = self._record(run, group)
             session = self._sessions[group] = _Session(log, (await log.read()).turns)
             if before is not None:
                 session.engine = before.engine
         session.used = time.monotonic()
         self._sessions.move_to_end(group)
         return session
+
+    def _record(self, run: str, group: str) -> Record:
+        """The record of a session."""
+        return TurnLog(self._bus, run, group, trajectory_of(group))
+
+    async def _say(self, turn: str, part: ClientTurnPart) -> None:
+        """Send a part of the turn under way with this id."""
+        await self._bus.say(part)
 
     async def _forget_idle(self) -> None:
         """Drop the sessions that no request used for `idle_s`."""
@@ -253,9 +284,10 @@ class ClientTurns:
         opening, more = more, [*more, *forced]
         limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
         if limit < 1:
-            raise UnusableConversation(
-                f"the conversation has {len(context) + len(more)} tokens; the policy's context, which must hold its "
-                f"answer too, has {request.context_tokens}: send a shorter history"
+            raise _TooLong(
+                # In the words by which Claude Code, OpenCode and LiteLLM know it, and shorten the history.
+                f"prompt is too long: {len(context) + len(more)} tokens, and the maximum context length is "
+                f"{request.context_tokens} with the answer: send a shorter history"
             )
         trajectory = trajectory_of(request.group)
         index, prompt = len(session.turns), len(context) + len(more)
@@ -266,7 +298,7 @@ class ClientTurns:
             sampling=_limited(request, limit),
             stop_ids=renderer.stop_ids,
             seed=request.seed,
-            lane="production",
+            lane=self.lane,
             routed=routes_end(session.turns, 0),
             answer=request.answer,
             free=free,
@@ -318,7 +350,7 @@ class ClientTurns:
             began = time.perf_counter()
             settled = parts.ended(live.read([*forced, *ids]))
             if (part := parts.next(settled, len(ids))) is not None:
-                await self._bus.say(part)
+                await self._say(parts.turn, part)
             if parts.stopped:
                 progress.cut()
                 return
@@ -365,6 +397,10 @@ class ClientTurns:
         return Ack(detail=id)
 
 
+class _TooLong(UnusableConversation):
+    """The conversation is longer than the policy's context."""
+
+
 def trajectory_of(group: str) -> str:
     """The id of a session's trajectory: slot 0, attempt 0."""
     return f"{group}-0-0"
@@ -375,7 +411,7 @@ class _Parts:
 
     def __init__(self, turn: ClientTurn, index: int, usage: ClientUsage) -> None:
         """index: of the turn in its session. usage: of its prompt."""
-        self._turn, self._index, self._usage = turn, index, usage
+        self._turn, self._index, self._usage, self.turn = turn, index, usage, turn.id
         self._sent, self._number = Settled(), 0
         self.stopped = False
         """Whether its text has one of its stops."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.actors.rollout.policies import ClientServed
 from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.spans import TracedEngine, TracedToolbox
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
@@ -24,7 +25,7 @@ from headrace.harness.prompt import toolbox_for
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.plugins import Plugin
-from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
+from headrace.messages.rollout import HarnessEnd, RolloutRequest, ToolResult, Trajectory, Turn, Workspace
 from headrace.messages.sandbox import Acquire, SandboxLost, Snapshot
 from headrace.messages.search import Searcher
 from headrace.messages.tasks import Task
@@ -76,12 +77,13 @@ class Episode:
         """The changes at the end of every step that ended."""
         self._step: Snapshot | UnsetType = UNSET
         """Those of the step that the present turn ends."""
+        self._harness_end: HarnessEnd | UnsetType = UNSET
 
     async def resume_state(self) -> ResumeState:
         """The state at which an earlier rollout actor stopped. Read it once, before `run`."""
         return await self._log.read()
 
-    async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
+    async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer | ClientServed) -> Trajectory:
         """Finish the attempt and publish it. SandboxLost, EngineError, TreeTooLarge, WrongSequence, NoCapacity.
 
         When cancelled, superseded or cut off from the broker, it leaves the sandbox to a successor or to the end of its
@@ -104,7 +106,7 @@ class Episode:
             self._sandboxes.give_back(self._sandbox)
         return trajectory
 
-    async def cancelled(self, renderer: Renderer) -> Trajectory | None:
+    async def cancelled(self, renderer: Renderer | ClientServed) -> Trajectory | None:
         """Publish the turns of an attempt that its user cancelled; None before the first one. The workspace is not
         read, because a call may still run in it."""
         turns = (await self._log.read()).turns
@@ -114,7 +116,7 @@ class Episode:
             self._request,
             self._task,
             Turns(turns=turns, outcome="cancelled"),
-            renderer=renderer,
+            bundle=renderer.bundle,
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=self._started,
@@ -131,30 +133,19 @@ class Episode:
             return True
         return False
 
-    async def _work(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
+    async def _work(self, resume: ResumeState, engine: Engine, renderer: Renderer | ClientServed) -> Trajectory:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
         self._steps, self._step = list(resume.steps), UNSET
         sandbox = self._sandbox = await self._acquire(resume)
-        episode = await run_episode(
-            engine=TracedEngine(engine, request.trajectory),
-            sandbox=sandbox,
-            renderer=renderer,
-            request=request,
-            task=task,
-            on_sampled=self._on_sampled,
-            on_done=self._on_done,
-            on_step=self._on_step,
-            resume=resume.turns,
-            toolbox=self._toolbox(renderer),
-        )
+        episode = await self._act(sandbox, resume, engine, renderer)
         await self._log.flush()
         changes, over, digest = await pull(sandbox, task, request.trajectory)
         trajectory = trajectory_of(
             request,
             task,
             episode,
-            renderer=renderer,
+            bundle=renderer.bundle,
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=self._started,
@@ -167,11 +158,31 @@ class Episode:
             backend=sandbox.backend,
             machine=sandbox.machine or UNSET,
             earlier=tuple(self._steps) if task.later else UNSET,
+            harness=self._harness_end,
             **msgspec.structs.asdict(changes),
         )
         if over or self._over:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
         return await publish(self._bus, trajectory, self._log.first)
+
+    async def _act(
+        self, sandbox: RemoteSandbox, resume: ResumeState, engine: Engine, renderer: Renderer | ClientServed
+    ) -> Turns:
+        """Let headrace's own agent act."""
+        assert not isinstance(renderer, ClientServed)
+        request = self._request
+        return await run_episode(
+            engine=TracedEngine(engine, request.trajectory),
+            sandbox=sandbox,
+            renderer=renderer,
+            request=request,
+            task=self._task,
+            on_sampled=self._on_sampled,
+            on_done=self._on_done,
+            on_step=self._on_step,
+            resume=resume.turns,
+            toolbox=self._toolbox(renderer),
+        )
 
     async def _acquire(self, resume: ResumeState) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work."""
@@ -189,6 +200,7 @@ class Episode:
             lease_s=self._lease_s,
             handovers=request.handovers,
             network=task.network,
+            harness=request.harness,
         )
         acquire = for_task(acquire, task)
         if request.workspace is not None:

@@ -21,7 +21,12 @@ class NoEnvironment(HeadraceError):
     """No environment node answered within `[rollout] node_wait_s`."""
 
 
+class HarnessFailed(HeadraceError):
+    """The harness ended before its first turn: its bundle or its command does not work in this sandbox."""
+
+
 FAILURES = (
+    HarnessFailed,
     Cancelled,
     SandboxLost,
     EngineError,

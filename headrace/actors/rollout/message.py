@@ -53,7 +53,7 @@ class MessageEpisode:
             request,
             task,
             episode,
-            renderer=renderer,
+            bundle=renderer.bundle,
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=started,

@@ -12,7 +12,6 @@ from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
 from headrace.policy import routes
-from headrace.rendering.base import Renderer
 
 
 def trajectory_of(
@@ -20,14 +19,15 @@ def trajectory_of(
     task: Task,
     episode: Turns,
     *,
-    renderer: Renderer,
+    bundle: str,
     fingerprint: str,
     rollout: str,
     since: float,
     plugins: Sequence[Plugin] = (),
 ) -> Trajectory:
     """A Trajectory without the diff and the sandbox's reports, which the caller adds.
-    since: `time.monotonic` of the attempt's start on this actor. plugins: those that the attempt used."""
+    bundle: sha256 of the renderer's. since: `time.monotonic` of the attempt's start on this actor. plugins: those that
+    the attempt used."""
     return Trajectory(
         run=request.run,
         lane=request.lane,
@@ -44,7 +44,7 @@ def trajectory_of(
         turns=tuple(episode.turns),
         diff={},
         fingerprint=fingerprint,
-        renderer=renderer.bundle,
+        renderer=bundle,
         isolation=request.isolation,
         wall_s=round(time.monotonic() - since, 4),
         malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),

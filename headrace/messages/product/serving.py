@@ -265,6 +265,8 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     """The newest version that wrote a token of it."""
     refused: str = ""
     """Why there is no turn, for the client: its request cannot be used. Empty when there is one."""
+    full: bool = False
+    """It cannot be used because the conversation is longer than the policy's context."""
     failed: str = ""
     """Why there is no turn: a part of headrace failed. Asking again may help."""
     stopped_by: str = ""

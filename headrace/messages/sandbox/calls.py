@@ -116,6 +116,8 @@ class Acquire(Message, frozen=True, kw_only=True):
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
     entries: tuple[Change, ...] = ()
     """Its links, empty folders and executable files, the contents of which are in `files` too."""
+    harness: str | UnsetType = UNSET
+    """A harness of the node's configuration, to be mounted; unset: none."""
 
 
 class GroupKey(NamedTuple):
@@ -166,6 +168,14 @@ def holders(template: str) -> str:
     return f"holds-{hashlib.sha256(template.encode()).hexdigest()[:24]}"
 
 
+class Mounted(msgspec.Struct, frozen=True, kw_only=True):
+    """A harness's bundle in a sandbox."""
+
+    folder: str
+    runners: dict[str, tuple[str, ...]]
+    """The words that start each of its programs."""
+
+
 @message("acquired")
 class Acquired(Message, frozen=True, kw_only=True):
     """The answer to Acquire: where to send calls, and the secret that each must carry."""
@@ -183,8 +193,9 @@ class Acquired(Message, frozen=True, kw_only=True):
     for another role than rollout."""
     capabilities: tuple[str, ...] = ()
     """Names of what the backend can do (vmhost/backend.py)."""
+    harness: Mounted | UnsetType = UNSET
     plugins: tuple[Plugin, ...] = ()
-    """The backend, where it comes from outside of headrace."""
+    """The backend, where it comes from outside of headrace, and the harness."""
 
 
 @message("sandbox_call")

@@ -59,6 +59,8 @@ class FollowJob(msgspec.Struct, frozen=True, kw_only=True, tag="follow_job"):
     job: Integer
     wait_s: Seconds = 10.0
     limit: Count = 65536
+    raw: bool = False
+    """Standard output in `OpResult.data`, as bytes."""
 
 
 class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
@@ -67,6 +69,8 @@ class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
     job: Integer
     data: bytes = b""
     last: bool = False
+    raw: bool = False
+    """Of an endpoint's job: records of connections, which the tool log leaves out."""
 
 
 class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
@@ -74,6 +78,14 @@ class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
 
     job: Integer
     signal: Annotated[int, Meta(ge=1, le=64)] = 9
+
+
+class StartEndpoint(msgspec.Struct, frozen=True, kw_only=True, tag="start_endpoint"):
+    """Listen on the sandbox's loopback, as a job: connections become records of its output and input
+    (vmhost/guest/tunnel.py). `OpResult.job` is its number, `OpResult.stdout` its address and the home, one a line."""
+
+    home: str
+    """A folder that is made: absolute, or in the workspace."""
 
 
 class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
@@ -207,6 +219,7 @@ Op = (
     | FollowJob
     | FeedJob
     | StopJob
+    | StartEndpoint
     | PushTar
     | PullTar
     | CheckIntegrity

@@ -147,15 +147,21 @@ def weighted(
 ) -> list[Segment]:
     """`tensors_of` a trajectory with advantages. first: index of the first segment. of_turns: what the tokens of each
     turn get beside `advantage`; empty: nothing."""
-    if not of_turns:
-        return [replace(segment, advantage=advantage, index=first + place) for place, segment in enumerate(segments)]
+    harness = trajectory.harness or None
+    numbers = sorted({turn.segment for turn in trajectory.turns if len(turn.ids)})
+    silent = set(harness.unrewarded) if harness is not None else set()
     added: dict[int, list[float]] = {}
-    for value, turn in zip(of_turns, trajectory.turns, strict=True):
+    for value, turn in zip(of_turns, trajectory.turns, strict=bool(of_turns)):
         if len(turn.ids):
             added.setdefault(turn.segment, []).extend([value] * len(turn.ids))
     return [
-        replace(segment, advantage=advantage, index=first + place, turn_advantages=torch.tensor(added[number]))
-        for place, (segment, number) in enumerate(zip(segments, sorted(added), strict=True))
+        replace(
+            segment,
+            advantage=0.0 if number in silent else advantage,
+            index=first + place,
+            turn_advantages=torch.tensor(added[number]) if number in added and number not in silent else None,
+        )
+        for place, (segment, number) in enumerate(zip(segments, numbers, strict=True))
     ]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from headrace.config import Environment
+from headrace.harnesses.bundles import Bundle
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import agent_files, cgroups
@@ -98,7 +99,9 @@ class ProcessBackend(WithoutCopies):
     """Local agents behind the Backend protocol."""
 
     name = "process"
-    capabilities: ClassVar[Capabilities] = Capabilities(network_list=True, limit_vcpus=True, limit_memory=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        harness=True, network_list=True, limit_vcpus=True, limit_memory=True
+    )
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
@@ -186,6 +189,10 @@ class ProcessBackend(WithoutCopies):
     def slots_of(self, template: str) -> int:
         """Every machine has the same number."""
         return self.slots
+
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
+        """The node's own folder: a process sees the host's files."""
+        return template, str(bundle.folder)
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Processes are small: max_vms alone bounds them."""

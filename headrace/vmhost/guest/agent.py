@@ -14,6 +14,7 @@ import os
 import random
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -257,6 +258,12 @@ class SlotAgent:
                 return self.background.stop(header)
             case "network":
                 return self._start_proxy(number)
+            case "start_endpoint":
+                home = os.path.join(space.resolve("."), header["home"])
+                os.makedirs(home, mode=0o700, exist_ok=True)
+                listener = tunnel.listen(0)
+                address = f"127.0.0.1:{listener.getsockname()[1]}\n{home}"
+                return self._start_tunnel(number, listener, True)[0] | {"stdout": 0}, [address.encode()]
             case "apply_changes":
                 return changes.apply(space, header, bodies)
             case "push_tar" | "pull_tar":
@@ -356,14 +363,16 @@ class SlotAgent:
     def _start_proxy(self, number: int) -> Answer:
         """Start the slot's network proxy as a job, and name it in the environment of later commands."""
         listener = tunnel.listen()
-
-        def body(_ends: dict[str, int]) -> None:
-            self.become()
-            tunnel.serve(listener)
-
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.environment |= {name: address for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
         self.environment |= {name: "localhost,127.0.0.1" for name in ("no_proxy", "NO_PROXY")}
+        return self._start_tunnel(number, listener, False)
+
+    def _start_tunnel(self, number: int, listener: socket.socket, endpoint: bool) -> Answer:
+        def body(_ends: dict[str, int]) -> None:
+            self.become()
+            tunnel.serve(listener, endpoint)
+
         with listener:
             job = background.start(self.child(body), b"", True, tunnel.LIMIT, background.WITHOUT_LIMIT_S)
         return self._add_background(number, job)

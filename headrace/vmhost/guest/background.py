@@ -28,8 +28,9 @@ Send = Callable[[int, Answer], None]
 class Job(jobs.Job):
     """A job whose output is taken in pieces and whose input may continue."""
 
-    follower: tuple[int, float, int] | None = None
-    """The call that follows it: its number, the end of its wait, and the largest number of bytes that it takes."""
+    follower: tuple[int, float, int, bool] | None = None
+    """The call that follows it: its number, the end of its wait, the largest number of bytes that it takes, and whether
+    it takes them as they are."""
     over = False
     keep_open = False
     terminal = -1
@@ -133,7 +134,7 @@ class Background:
         job = self._find(header["job"])
         if job.follower is not None:
             self._send(job.follower[0], ({"ok": False, "error": "another call follows this job now"}, []))
-        job.follower = number, time.monotonic() + header["wait_s"], header["limit"]
+        job.follower = number, time.monotonic() + header["wait_s"], header["limit"], header.get("raw", False)
         self._answer_follower(header["job"])
 
     def _answer_follower(self, number: int) -> None:
@@ -141,12 +142,17 @@ class Background:
         job = self.jobs[number]
         if job.follower is None:
             return
-        call, until, limit = job.follower
+        call, until, limit, raw = job.follower
         if job.empty and not job.over and time.monotonic() < until:
             return
         job.follower = None
         out, err = job.take(limit)
-        header: dict[str, Any] = {"job": number, "running": not job.over or not job.empty, "stdout": 0, "stderr": 1}
+        header: dict[str, Any] = {
+            "job": number,
+            "running": not job.over or not job.empty,
+            "data" if raw else "stdout": 0,
+            "stderr": 1,
+        }
         if not header["running"]:
             outcome, _ = jobs.outcome(job)
             header |= {name: outcome[name] for name in ("ok", "error", "code", "timed_out")}

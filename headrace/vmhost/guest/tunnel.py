@@ -1,8 +1,9 @@
-"""Network access of a sandbox: an HTTP proxy on its loopback that forwards connections through the host.
+"""Connections from a sandbox's loopback through the host: an HTTP proxy, or an endpoint that answers them itself.
 
-There is no network card. A process of the tools' user listens on loopback, understands CONNECT and absolute URLs, and
-passes bytes through the slot's channel (its standard input and output are those of a job). The host resolves names and
-decides (vmhost/network.py); a refused request is answered with status 403.
+There is no network card. A process of the tools' user listens on loopback and passes bytes through the slot's channel
+(its standard input and output are those of a job). The proxy understands CONNECT and absolute URLs; the host resolves
+names and decides (vmhost/network.py), and a refused request is answered with status 403. A connection to the endpoint
+(`StartEndpoint`) is open at once, and the caller of the sandbox answers it.
 
 Layout of a record: u32 stream, u8 kind, u32 length, payload; big-endian, the same in both directions.
 """
@@ -16,12 +17,14 @@ from contextlib import suppress
 
 PORT = 3128
 OPEN, OPENED, REFUSED, DATA, TAKEN, CLOSE = range(6)
-"""open: ``name:port`` (guest); opened, refused with a reason (host); data; taken: u32 number of delivered bytes, so
-that the host may send as many more (guest); close."""
+"""open: ``name:port``, empty to an endpoint (guest); opened, refused with a reason (host); data; taken: u32 number of
+delivered bytes, so that the host may send as many more (guest); close."""
 WINDOW = 64 << 10
 """Bytes of a stream that may be on their way to the guest."""
 STREAMS = 12
 """Concurrent streams: together they never fill a job's input, which holds 1 MiB."""
+TOGETHER_MS = 2
+"""How long records to an endpoint wait for more of a request: its head and its body are then one call."""
 _HEAD = struct.Struct("!IBI")
 _LONGEST_HEAD = 16 << 10
 LIMIT = 256 << 10
@@ -80,16 +83,20 @@ class _Stream:
         """Bytes that the server gets first; None until the request's head is complete."""
         self.opened = self.connect = self.ended = False
         self.unsent = b""
+        self.taken = 0
+        """Bytes that were delivered and not yet reported."""
 
 
 class Tunnel:
-    """The proxy's event loop; it ends with standard input."""
+    """The event loop; it ends with standard input."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, endpoint: bool = False) -> None:
+        self._listener, self._endpoint = listener, endpoint
         self._streams: dict[int, _Stream] = {}
         self._next = 0
         self._records = Records()
+        self._out = b""
+        """Records to the host, which go out together once nothing more comes."""
 
     def serve(self) -> None:
         """Serve until standard input ends."""
@@ -103,7 +110,10 @@ class Tunnel:
                 reads = stream.opened or stream.rest is None
                 poll.register(stream.client, (select.POLLIN if reads else 0) | (select.POLLOUT if stream.unsent else 0))
                 owners[stream.client.fileno()] = number
-            for fd, events in poll.poll():
+            events_now = poll.poll(TOGETHER_MS if self._out else None)
+            if not events_now:
+                self._write()
+            for fd, events in events_now:
                 if fd == 0:
                     data = os.read(0, 65536)
                     if not data:
@@ -115,7 +125,10 @@ class Tunnel:
                         client = self._listener.accept()[0]
                         client.setblocking(False)
                         self._next += 1
-                        self._streams[self._next] = _Stream(client)
+                        stream = self._streams[self._next] = _Stream(client)
+                        if self._endpoint:
+                            stream.opened = True
+                            self._out += record(self._next, OPEN)  # with the request, not before it
                 elif owners[fd] in self._streams:
                     self._from_client(owners[fd], events)
 
@@ -192,31 +205,42 @@ class Tunnel:
             self._drop(number)
             return
         stream.unsent = stream.unsent[sent:]
-        if sent and stream.opened:
-            self._send(record(number, TAKEN, struct.pack("!I", sent)))
+        stream.taken += sent if stream.opened else 0
+        if stream.taken >= WINDOW // 2:  # a short answer needs no report
+            self._send(record(number, TAKEN, struct.pack("!I", stream.taken)))
+            stream.taken = 0
         if stream.ended and not stream.unsent:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
-        self._streams.pop(number).client.close()
-        self._send(record(number, CLOSE))
+        stream = self._streams.pop(number)
+        stream.client.close()
+        if not (self._endpoint and stream.ended):  # the host closed it
+            self._send(record(number, CLOSE))
 
     def _send(self, data: bytes) -> None:
+        self._out += data
+        if not self._endpoint or len(self._out) >= LIMIT // 2:
+            self._write()
+
+    def _write(self) -> None:
+        data, self._out = self._out, b""
         while data:
             data = data[os.write(1, data) :]
 
 
-def listen() -> socket.socket:
-    """The proxy's listening socket: on `PORT`, or on a free port where other sandboxes share the loopback."""
+def listen(port: int = PORT) -> socket.socket:
+    """A listening socket: on this port, or on a free one where other sandboxes share the loopback."""
     try:
-        listener = socket.create_server(("127.0.0.1", PORT))
+        listener = socket.create_server(("127.0.0.1", port))
     except OSError:
         listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     return listener
 
 
-def serve(listener: socket.socket) -> None:
-    """In a fork of the agent, as the tools' user: report that the proxy listens, then serve."""
-    os.write(1, record(0, OPENED))
-    Tunnel(listener).serve()
+def serve(listener: socket.socket, endpoint: bool = False) -> None:
+    """In a fork of the agent, as the tools' user: report that a proxy listens, then serve."""
+    if not endpoint:
+        os.write(1, record(0, OPENED))
+    Tunnel(listener, endpoint).serve()

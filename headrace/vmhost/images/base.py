@@ -130,7 +130,9 @@ class TemplatePlan(NamedTuple):
         vcpus = self.limits.vcpus
         disk = capacity.on_disk(self.memory_mb, self.limits)
         name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "") + "-disk" * disk
-        return TemplatePlan(name, self.memory_mb, 1, drives=store.DRIVES, disk=disk, limits=SandboxLimits(vcpus=vcpus))
+        return TemplatePlan(
+            name, self.memory_mb, 1, drives=store.DRIVES + 1, disk=disk, limits=SandboxLimits(vcpus=vcpus)
+        )
 
     @property
     def disk_mib(self) -> int:

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import oci, store
+from headrace.vmhost.images import mounting, oci, store
 from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.images.rootfs import BadImage, Tree
 
@@ -68,13 +68,21 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int = MEMORY_MB
     """Memory of its machines."""
     folder: str = ""
+    harness: str = ""
+    """The digest of the bundle that lies below its segments (images/mounting.py)."""
+
+    @property
+    def drives(self) -> int:
+        """Number of `segments`."""
+        return len(self.boundaries) + bool(self.harness)
 
     def segments(self) -> list[store.LayerSegment]:
         """Its segments, the bottom first. VmhostError when the store lost one."""
-        parts = store.segments(Path(self.folder).parent, self.boundaries)
+        cache = Path(self.folder).parent
+        parts = store.segments(cache, self.boundaries)
         if parts is None:
             raise VmhostError(f"the image store lost files of {self.name}: import or pull it again")
-        return parts
+        return [mounting.segment(cache, self.harness), *parts] if self.harness else parts
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +170,11 @@ def _record(folder: Path, making: Path, image: Image) -> None:
 
 
 def find(cache: Path, name: str) -> Image | None:
-    """The image of a name, a reference or a digest, if it was imported."""
+    """The image of a name, a reference or a digest, if it was imported; with the harness that the name carries."""
+    name, _, harness = name.partition(mounting.MARK)
+    if harness:
+        image = find(cache, name)
+        return image and msgspec.structs.replace(image, digest=mounting.digest(image.digest, harness), harness=harness)
     named = _load(cache / f"image-{name}") if NAME.match(name) else None
     if named is not None:
         return named

@@ -24,7 +24,7 @@ from headrace.vmhost.images import erofs
 from headrace.vmhost.images.rootfs import Tree
 
 DRIVES = 3
-"""Largest number of segments of an image: the read-only drives of a machine."""
+"""Largest number of segments of an image. A machine has a read-only drive for each, and one for a harness."""
 DRIVE_BYTES = 64 << 30
 """Size of every drive; blobs are padded to it, because a template knows its drives' sizes."""
 SHARED = 1 << 20

@@ -8,15 +8,26 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.config import Environment, Sandboxes
+from headrace.config import Environment, Program, Sandboxes
+from headrace.harnesses import bundles
 from headrace.messages.plugins import Plugin
-from headrace.messages.sandbox import Acquire, FilesRefused, GroupKey, NoCapacity, Op, OpResult, SandboxKey, SandboxLost
+from headrace.messages.sandbox import (
+    Acquire,
+    FilesRefused,
+    GroupKey,
+    Mounted,
+    NoCapacity,
+    Op,
+    OpResult,
+    SandboxKey,
+    SandboxLost,
+)
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, demands
 from headrace.vmhost.backends.registry import backend_class, plugins_of
@@ -56,6 +67,7 @@ class Host:
         self._held: tuple[int, frozenset[str]] = 0, frozenset()
         """When the store was last changed, and the names of what it held then."""
         self._closed = False
+        self._harnesses: dict[str, Program] = {}
 
     @classmethod
     async def open(
@@ -64,12 +76,35 @@ class Host:
         *,
         on_event: OnEvent | None = None,
         limits: Sandboxes | None = None,
+        harnesses: Mapping[str, Program] | None = None,
     ) -> "Host":
         """A host for the configured backend, which builds its image and templates where they are missing. limits: of
-        sandboxes whose task sets none. VmhostError."""
+        sandboxes whose task sets none. harnesses: those that may be mounted. VmhostError."""
         report = on_event or _log_event
         backend = await backend_class(environment.backend).open(environment, report)
-        return cls(environment, backend, report, limits)
+        host = cls(environment, backend, report, limits)
+        host._harnesses = dict(harnesses or {})
+        return host
+
+    def mount(self, request: Acquire) -> tuple[Acquire, Mounted, Plugin]:
+        """The request for a sandbox with its harness, where that is in it, and its identity. Blocks at a bundle's first
+        use. VmhostError where there is none."""
+        name = request.harness or ""
+        program = self._harnesses.get(name)
+        if program is None:
+            known = ", ".join(self._harnesses) or "none"
+            raise VmhostError(
+                f"the harness {name!r} is unknown here; known are {known}: add a table [harnesses.{name}]"
+            )
+        cache = Path(self._environment.cache_dir).absolute()
+        bundle = bundles.find(cache, program)
+        if bundle is None:
+            raise VmhostError(f"the harness {name} has no bundle in {cache}: run `headrace harness {name}`")
+        self.demand("harness")
+        template, folder = self._backend.with_harness(request.template, bundle)
+        plugin = Plugin(seam="harnesses", name=name, version=program.version, source=bundle.digest)
+        mounted = Mounted(folder=folder, runners=bundle.mounted(folder))
+        return msgspec.structs.replace(request, template=template), mounted, plugin
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:

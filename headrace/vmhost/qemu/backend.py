@@ -10,11 +10,12 @@ from weakref import WeakValueDictionary
 
 from headrace.backoff import Backoff
 from headrace.config import Environment
+from headrace.harnesses.bundles import Bundle
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import base
+from headrace.vmhost.images import base, mounting
 from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
@@ -44,6 +45,7 @@ class CloneBackend:
 
     name = "qemu"
     capabilities: ClassVar[Capabilities] = Capabilities(
+        harness=True,
         isolated=True,
         fork=True,
         inspect=True,
@@ -270,6 +272,10 @@ class CloneBackend:
     def busy(self) -> str:
         """Why no machine that can wait should start: the machines use too much of the processors."""
         return self._processors.short()
+
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
+        """As a read-only drive whose files lie below the image."""
+        return mounting.mounted(Path(self._environment.cache_dir).absolute(), template, bundle)
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why there cannot be another machine now; empty when a parked clone waits, or memory and disk suffice."""

@@ -239,7 +239,7 @@ class Clone:
         settings = user | {"env": image.env, "workdir": image.workdir}
         size = f"{disk}m" if (disk := self.template.limits.disk_mib) else UPPER_SIZE
         disk_here = self.template.manifest.hardware.disk
-        header = {"op": "attach", "drives": len(image.boundaries), "size": size, "image": settings, "disk": disk_here}
+        header = {"op": "attach", "drives": image.drives, "size": size, "image": settings, "disk": disk_here}
         answer, _ = await self._control.call(header, (), START_S)
         if not answer.get("ok", True):
             raise SandboxLost(f"vm {self.pid}: the image {image.name} cannot be mounted: {answer.get('error')}")
@@ -253,7 +253,7 @@ class Clone:
             raise VmhostError(f"{self.template.manifest.name} is no container image, so it has no layer of changes")
         if self._control is None:
             raise SandboxLost("the machine has not started")
-        header = {"op": "changes", "drives": len(image.boundaries), "skip": UNCHANGED}
+        header = {"op": "changes", "drives": image.drives, "skip": UNCHANGED}
         answer = await self._control.call(header | {"limit": limit, "originals": originals}, (), CHANGES_S)
         return *answer, image.workdir
 

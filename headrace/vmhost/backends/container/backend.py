@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace.config import Environment
+from headrace.harnesses.bundles import Bundle
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.python_modules import module_command
@@ -29,7 +30,7 @@ from headrace.vmhost.channel import ENDED, Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.changes import UNCHANGED
 from headrace.vmhost.guest.frames import LIMIT
-from headrace.vmhost.images import imported, store
+from headrace.vmhost.images import imported, mounting, store
 from headrace.vmhost.images.imported import Image
 from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu.drives import Disk, disk_short
@@ -93,7 +94,7 @@ class ContainerMachine:
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
         """The changes of its programs, read outside the slot (guest/changes.py). SandboxLost."""
-        header = {"op": "changes", "drives": len(self.image.boundaries), "skip": UNCHANGED}
+        header = {"op": "changes", "drives": self.image.drives, "skip": UNCHANGED}
         answer = await self._control.call(header | {"limit": limit, "originals": originals}, (), CHANGES_S)
         return *answer, self.image.workdir
 
@@ -130,7 +131,7 @@ class ContainerBackend(WithoutCopies):
 
     name = "container"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        upper_diff=True, bounded=True, limit_vcpus=True, limit_memory=True, limit_disk=True
+        harness=True, upper_diff=True, bounded=True, limit_vcpus=True, limit_memory=True, limit_disk=True
     )
     slots = 1
 
@@ -248,6 +249,10 @@ class ContainerBackend(WithoutCopies):
         """An image has its container for itself. VmhostError."""
         self._image(template)
         return 1
+
+    def with_harness(self, template: str, bundle: Bundle) -> tuple[str, str]:
+        """As a read-only layer below the image."""
+        return mounting.mounted(self._cache, template, bundle)
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why another container could not grow to its full size; empty when it can."""

@@ -1,0 +1,1 @@
+"""Programs of others that act in headrace's sandboxes: their commands, their bundles, and which group has which."""
