@@ -299,7 +299,7 @@ PARTS = (
                 "",
                 "cheating earns no reward",
                 "{cheats} ways to cheat and {honest} honest attempts, five shapes of tests: every verdict is right outside of three listed kinds",
-                "process backend, not isolated; the kinds stand in [sandboxes](docs/sandboxes.md)",
+                "process backend, not isolated; the kinds stand in [verdicts](docs/verdicts.md)",
                 "pytest -m 'slow or not slow' tests/laws/test_cheats.py",
                 readme=True,
             ),

@@ -1,4 +1,4 @@
-"""docs/nodes.md, a recipe for several nodes, run literally: two groups of processes in two folders that share no run folder."""
+"""docs/nodes.md, run literally: two groups of processes in two folders that share no run folder."""
 
 import asyncio
 import json
