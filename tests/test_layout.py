@@ -39,6 +39,7 @@ MAY: dict[str, set[str]] = {
     "bench": {"messages", "algorithms", "bus", "ledger"},
     "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
     "gateway": {"archives", "messages", "config", "bus", "judging"},
+    "editor": {"archives", "gateway"},
 }
 MAY["recipes"] = {"config", "policy", "rendering", "tasks", "training"}
 _LIBRARIES = set(MAY)

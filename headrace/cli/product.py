@@ -313,7 +313,7 @@ def watch(args: argparse.Namespace) -> int:
     """Note the run, and make the hook."""
     import time
 
-    from headrace.gateway.signals.reporting import Noted, Repository
+    from headrace.editor.reporting import Noted, Repository
 
     repository = Repository(Path.cwd())
     if args.hook:
@@ -326,8 +326,8 @@ def watch(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Report to every gateway of a watched run. Exit code 1 when a report failed."""
-    from headrace.gateway.acp.api import AgentsApi
-    from headrace.gateway.signals.reporting import Repository
+    from headrace.editor.api import AgentsApi
+    from headrace.editor.reporting import Repository
 
     async def body(repository: Repository) -> bool:
         failed = False
@@ -374,8 +374,8 @@ def _is_pipe(fd: int) -> bool:
 async def _serve(url: str, key: str) -> None:
     import acp
 
-    from headrace.gateway.acp.adapter import Adapter, pass_messages
-    from headrace.gateway.acp.api import AgentsApi
+    from headrace.editor.adapter import Adapter, pass_messages
+    from headrace.editor.api import AgentsApi
 
     given, answers = await acp.stdio_streams(limit=LINE)
     read = asyncio.StreamReader(LINE)

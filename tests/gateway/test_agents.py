@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.gateway.acp.api import AgentsApi
+from headrace.editor.api import AgentsApi
+from headrace.editor.reporting import Noted, Repository
 from headrace.gateway.signals.follow_ups import dissatisfied
-from headrace.gateway.signals.reporting import Noted, Repository
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import AttemptControl, Feedback

@@ -19,8 +19,8 @@ import acp
 from acp import schema
 
 from headrace import __version__
-from headrace.gateway.acp.api import AgentsApi, AgentsApiError
-from headrace.gateway.acp.folder import FolderTooLarge, read_folder, tar_of, write_changes
+from headrace.editor.api import AgentsApi, AgentsApiError
+from headrace.editor.folder import FolderTooLarge, read_folder, tar_of, write_changes
 from headrace.gateway.agents.merging import merge
 
 KINDS: dict[str, schema.ToolKind] = {

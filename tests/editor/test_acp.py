@@ -15,7 +15,7 @@ from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
-from headrace.gateway.acp.folder import read_folder, write_changes
+from headrace.editor.folder import read_folder, write_changes
 from headrace.gateway.split import Split
 from headrace.messages import subjects
 from headrace.messages.product import Feedback

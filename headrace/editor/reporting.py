@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.editor.api import AgentsApi, AgentsApiError
 from headrace.errors import WRONG_INPUT, HeadraceError
-from headrace.gateway.acp.api import AgentsApi, AgentsApiError
 
 NOTES = "headrace-lines.json"
 MOMENTS = {"10m": 600.0, "24h": 86400.0}
