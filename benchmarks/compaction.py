@@ -129,14 +129,17 @@ async def episode(
     turns: list[Turn] = []
     for segment in range(SEGMENTS):
         session = f"{request.trajectory}/{segment}"
-        turn = await sample_turn(engine, world.renderer, request, context, context.next_ids(), "act", turns, session)
+        left = request.limits.max_tokens - sum(len(turn.ids) for turn in turns)
+        ids = context.next_ids()
+        turn = await sample_turn(engine, world.renderer, request, context, ids, "act", turns, session, left=left)
         last = segment == SEGMENTS - 1
         turn = turn if last else world.results(turn, shown(values) if segment == 0 else WAIT)
         context.take(turn)
         turns.append(turn)
         if not last and arm != "truncated":
             summary = await sample_turn(
-                engine, world.renderer, request, context, context.summary_ids(), "summary", turns, session
+                *(engine, world.renderer, request, context, context.summary_ids(), "summary", turns, session),
+                left=left - len(turn.ids),
             )
             context.take(summary)
             turns.append(summary)

@@ -8,7 +8,7 @@ In a task with steps a turn that ends a step is followed by the next step's prom
 segments start from that prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,15 +30,18 @@ class Context:
         *,
         system: str = "",
         later: Sequence[str] = (),
+        fresh: Callable[[], int] | None = None,
     ) -> None:
         """prompt: the text of the first turn. limit: tokens after which the segment must be summarised. longest:
         tokens that a request for a summary may have; None sets no limit. system: the suite's instructions, which stand
-        before the prompt of a segment. later: the prompts of the task's later steps."""
+        before the prompt of a segment. later: the prompts of the task's later steps. fresh: gives the number of a
+        new segment where several agents share an attempt; None counts from 0."""
         self._renderer, self._prompt, self._limit, self._longest = renderer, prompt, limit, longest
         self._system, self._later = system, list(later)
         self._task = ""
         """The prompt of the step that begins after the last turn."""
-        self.segment = 0
+        self.segment: int = fresh() if fresh is not None else 0
+        self._fresh = fresh or (lambda: self.segment + 1)
         self.ids: list[int] = []
         self._summary: tuple[int, ...] = ()
         self._turns: list[Turn] = []
@@ -53,7 +56,7 @@ class Context:
         if self._task:
             self._prompt = whole_prompt(self._system, self._task)
         if turn.kind == "summary":
-            self.segment, self.ids, self._summary, self._turns = self.segment + 1, [], tuple(ids), []
+            self.segment, self.ids, self._summary, self._turns = self._fresh(), [], tuple(ids), []
 
     def answer(self, results: Sequence[ToolResult]) -> None:
         """Add the results of the last turn's calls."""

@@ -10,14 +10,17 @@ after all earlier and before all later calls, so the effect of a turn never depe
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.engines.base import EngineError, Sampler, SampleRequest
 from headrace.harness.context import Context
 from headrace.harness.prompt import initial_prompt, toolbox_for
+from headrace.harness.tools.base import Answer
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.base import Array
 from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn, routes_end
@@ -78,87 +81,185 @@ async def run_episode(
     The wall-time limit counts from this call. SandboxLost, SearchLost and EngineError are raised: they are
     infrastructure failures, not outcomes.
     """
-    limits, wall_s = request.limits, task.sandbox_limits.time_s or request.limits.wall_s
-    box = toolbox or toolbox_for(task, renderer, limits.context_tokens)
-    # Without a reserve every request for a summary is longer than context_tokens, which is only its trigger then.
-    summary_tokens = min(request.sampling.max_turn_tokens, limits.reserve_tokens // 2)
-    longest = limits.context_tokens - summary_tokens if limits.reserve_tokens else None
-    later = [step.prompt for step in task.later]
-    most = limits.context_tokens - limits.reserve_tokens
-    context = Context(renderer, initial_prompt(request, task), most, longest, system=task.system, later=later)
-    turns: list[Turn] = []
-    start = time.monotonic()
-    sessions: set[str] = set()
-
-    async def answer(turn: Turn) -> Turn:
-        """Run the turn's calls and close it."""
-        results = context.fitting(await _run_calls(turn.calls, box, sandbox, task, f"{request.trajectory}/"))
-        if turn.finishes and (ended := 1 + _finished(turns)) <= len(later):
-            await on_step(ended)
-        await on_done(turn.index, results)
-        context.answer(results)
-        return msgspec.structs.replace(turn, results=results)
-
-    for turn in resume:
-        context.take(turn)
-        if len(turn.results) == len(turn.calls):
-            box.recall(turn.calls)
-            turns.append(turn)
-        else:
-            turns.append(await answer(turn))
-
+    attempt = _Attempt(engine, sandbox, renderer, request, task, (on_sampled, on_done, on_step), resume)
+    box = toolbox or toolbox_for(task, renderer, request.limits.context_tokens)
     try:
-        while (outcome := _outcome(turns, request, start, wall_s, 1 + len(later))) is None:
-            more = context.next_ids()
-            kind: Literal["act", "summary"] = "act"
-            if context.full(more):
-                if not context.ids:
-                    outcome = "context"
-                    break
-                more, kind = context.summary_ids(), "summary"
-            session = f"{request.trajectory}/{context.segment}"
-            sessions.add(session)
-            turn = await sample_turn(engine, renderer, request, context, more, kind, turns, session)
-            await on_sampled(turn)
-            context.take(turn)
-            if kind == "summary":
-                await engine.close(session)
-                sessions.discard(session)
-                await on_done(turn.index, ())
-                turns.append(turn)
-            else:
-                turns.append(await answer(turn))
+        outcome = await attempt.run(box)
     finally:
-        for session in sessions:
+        for session in attempt.sessions:
             await engine.close(session)
+    turns = attempt.turns
     return Episode(
         turns=tuple(turns),
         outcome=outcome,
         malformed_calls=sum(bool(call.error) for turn in turns for call in turn.calls),
         sampled_tokens=sum(len(turn.ids) for turn in turns),
-        wall_s=time.monotonic() - start,
+        wall_s=time.monotonic() - attempt.start,
     )
+
+
+class _Budget(msgspec.Struct, frozen=True):
+    """The bounds of one agent of an attempt."""
+
+    turns: int
+    tokens: int
+    steps: int = 1
+    caller: str | UnsetType = UNSET
+    """As in `Turn`."""
+
+
+class _Attempt:
+    """The turns of an attempt, of its own agent and of the children to which that one delegates.
+
+    The turns are in the order in which they were sampled, which is the order of the log: a child's turns stand between
+    the turn that calls it and the turn after that. At most one agent samples at a time, because `delegate` runs alone.
+    """
+
+    def __init__(
+        self,
+        engine: Sampler,
+        sandbox: Sandbox,
+        renderer: Renderer,
+        request: RolloutRequest,
+        task: Task,
+        on: tuple[OnSampled, OnDone, OnStep],
+        resume: Sequence[Turn],
+    ) -> None:
+        self._engine, self._sandbox, self._renderer, self._request, self._task = (
+            engine,
+            sandbox,
+            renderer,
+            request,
+            task,
+        )
+        self._on_sampled, self._on_done, self._on_step = on
+        self._logged = deque(resume)
+        self.turns: list[Turn] = []
+        self.sessions: set[str] = set()
+        self.start = time.monotonic()
+        self._wall_s = task.sandbox_limits.time_s or request.limits.wall_s
+
+    async def run(self, box: Toolbox) -> Outcome:
+        """The attempt's own agent, to its end."""
+        self._box, limits = box, self._request.limits
+        box.delegate = self._delegate
+        later = [step.prompt for step in self._task.later]
+        context = self._context(initial_prompt(self._request, self._task), self._task.system, later)
+        return await self._talk(context, _Budget(limits.max_turns, limits.max_tokens, 1 + len(later)))
+
+    def _context(self, prompt: str, system: str, later: Sequence[str] = ()) -> Context:
+        limits = self._request.limits
+        # Without a reserve every request for a summary is longer than context_tokens, which is only its trigger then.
+        summary_tokens = min(self._request.sampling.max_turn_tokens, limits.reserve_tokens // 2)
+        longest = limits.context_tokens - summary_tokens if limits.reserve_tokens else None
+        most = limits.context_tokens - limits.reserve_tokens
+        return Context(self._renderer, prompt, most, longest, system=system, later=later, fresh=self._fresh)
+
+    def _fresh(self) -> int:
+        return 1 + max((turn.segment for turn in self.turns), default=-1)
+
+    async def _talk(self, context: Context, budget: _Budget) -> Outcome:
+        """One agent's turns until it ends: first those of the log, then sampled ones."""
+        while True:
+            if self._logged and self._logged[0].caller == budget.caller:
+                turn = self._logged.popleft()
+                context.take(turn)
+                self.turns.append(turn)
+                if len(turn.results) < len(turn.calls):
+                    await self._answer(turn, context, budget)
+                    continue
+                self._box.recall(turn.calls)
+                called = {call.id for call in turn.calls}
+                while self._logged and self._logged[0].caller in called:
+                    self._box.recall(self._logged[0].calls)
+                    self.turns.append(self._logged.popleft())
+                continue
+            if (outcome := self._outcome(budget)) is not None:
+                return outcome
+            more = context.next_ids()
+            kind: Literal["act", "summary"] = "act"
+            if context.full(more):
+                if not context.ids:
+                    return "context"
+                more, kind = context.summary_ids(), "summary"
+            session = f"{self._request.trajectory}/{context.segment}"
+            self.sessions.add(session)
+            left = min(self._left(), budget.tokens - sum(len(turn.ids) for turn in self._of(budget)))
+            sampled = self._engine, self._renderer, self._request, context, more, kind, self.turns, session
+            turn = await sample_turn(*sampled, left=left, caller=budget.caller)
+            await self._on_sampled(turn)
+            context.take(turn)
+            self.turns.append(turn)
+            if kind == "act":
+                await self._answer(turn, context, budget)
+            else:
+                await self._close(session)
+                await self._on_done(turn.index, ())
+
+    async def _close(self, session: str) -> None:
+        await self._engine.close(session)
+        self.sessions.discard(session)
+
+    async def _answer(self, turn: Turn, context: Context, budget: _Budget) -> None:
+        """Run the turn's calls and close it."""
+        prefix = f"{self._request.trajectory}/"
+        results = context.fitting(await _run_calls(turn.calls, self._box, self._sandbox, self._task, prefix))
+        if turn.finishes and (ended := _finished(self.turns)) < budget.steps:
+            await self._on_step(ended)
+        await self._on_done(turn.index, results)
+        context.answer(results)
+        self.turns[turn.index] = msgspec.structs.replace(turn, results=results)
+
+    async def _delegate(self, call: str, prompt: str, turns: int) -> Answer:
+        """Run a child agent; the answer is what it says at its end. It has at most half of the tokens that are left."""
+        context = self._context(prompt, self._task.system)
+        acts = sum(turn.kind == "act" for turn in self.turns)
+        budget = _Budget(min(turns, self._request.limits.max_turns - acts), self._left() // 2, caller=call)
+        self._box.delegate = None  # a child has no children
+        try:
+            outcome = await self._talk(context, budget)
+        finally:
+            self._box.delegate = self._delegate
+        if (session := f"{self._request.trajectory}/{context.segment}") in self.sessions:
+            await self._close(session)
+        mine = self._of(budget)
+        said = [made.arguments.get("message", "") for turn in mine for made in turn.calls if made.name == "finish"]
+        text = ""
+        if mine:
+            ids, prompt_ids = ([int(id) for id in array.tolist()] for array in (mine[-1].ids, mine[-1].prompt_ids))
+            text = self._renderer.parse(ids, prompt=prompt_ids).text
+        report = (said[-1] if said else "") or text.strip() or "It says nothing."
+        return Answer(f"{report}\n[{outcome}: {len(mine)} turns]", ok=outcome == "finished")
+
+    def _of(self, budget: _Budget) -> list[Turn]:
+        """The turns of one agent."""
+        return [turn for turn in self.turns if turn.caller == budget.caller]
+
+    def _left(self) -> int:
+        """Tokens that the attempt may still sample."""
+        return self._request.limits.max_tokens - sum(len(turn.ids) for turn in self.turns)
+
+    def _outcome(self, budget: _Budget) -> Outcome | None:
+        """How the agent ends; None while it continues."""
+        mine, limits = self._of(budget), self._request.limits
+        ends = _finished(mine) if budget.caller is UNSET else sum(turn.says_finish for turn in mine)
+        if ends >= budget.steps:
+            return "finished"
+        counted = mine if budget.caller is not UNSET else self.turns
+        if sum(turn.kind == "act" for turn in counted) >= budget.turns:
+            return "max_turns"
+        if self._left() <= 0 or sum(len(turn.ids) for turn in mine) >= budget.tokens:
+            return "max_tokens"
+        if time.monotonic() - self.start >= self._wall_s:
+            return "wall_time"
+        if sum(turn.kind == "summary" for turn in mine) > limits.max_summaries or _grew(mine):
+            return "context"
+        return None
 
 
 def _finished(turns: Sequence[Turn]) -> int:
     """Number of steps that the turns ended."""
     return sum(turn.finishes for turn in turns)
-
-
-def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float, wall_s: float, steps: int) -> Outcome | None:
-    """How the episode ended; None while it continues."""
-    limits = request.limits
-    if _finished(turns) >= steps:
-        return "finished"
-    if sum(turn.kind == "act" for turn in turns) >= limits.max_turns:
-        return "max_turns"
-    if sum(len(turn.ids) for turn in turns) >= limits.max_tokens:
-        return "max_tokens"
-    if time.monotonic() - start >= wall_s:
-        return "wall_time"
-    if sum(turn.kind == "summary" for turn in turns) > limits.max_summaries or _grew(turns):
-        return "context"
-    return None
 
 
 def _grew(turns: Sequence[Turn]) -> bool:
@@ -182,9 +283,11 @@ async def sample_turn(
     kind: Literal["act", "summary"],
     turns: Sequence[Turn],
     session: str,
+    *,
+    left: int,
+    caller: str | UnsetType = UNSET,
 ) -> Turn:
-    """One generation as a Turn whose calls have not run."""
-    left = request.limits.max_tokens - sum(len(turn.ids) for turn in turns)
+    """One generation as a Turn whose calls have not run. left: tokens that its agent may still sample."""
     cap = min(request.sampling.max_turn_tokens, left)
     sample = await engine.sample(
         SampleRequest(
@@ -215,6 +318,7 @@ async def sample_turn(
         stop=sample.stop,
         kind=kind,
         kinds=parsed.kinds,
+        caller=caller,
     )
 
 

@@ -37,7 +37,9 @@ async def run_message(
     else:
         session = f"{request.trajectory}/0"
         try:
-            turn = await sample_turn(engine, renderer, request, context, prompt, "act", (), session)
+            turn = await sample_turn(
+                engine, renderer, request, context, prompt, "act", (), session, left=request.limits.max_tokens
+            )
         finally:
             await engine.close(session)
         turn = msgspec.structs.replace(turn, calls=())

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from headrace.harness.context import Context
 from headrace.harness.loop import calls_of
@@ -26,9 +26,13 @@ def differing(
     `Context`. The whole context of every segment is then equal too, because it consists of prompt ids and recorded
     samples.
     """
-    context = Context(renderer, prompt, 1 << 62, system=system, later=later)
+    contexts: dict[str | UnsetType, Context] = {UNSET: Context(renderer, prompt, 1 << 62, system=system, later=later)}
     indices = []
     for turn in turns:
+        if turn.caller not in contexts:
+            text = next(c.arguments["text"] for each in turns for c in each.calls if c.id == turn.caller)
+            contexts[turn.caller] = Context(renderer, text, 1 << 62, system=system)
+        context = contexts[turn.caller]
         asks = turn.kind == "summary" and bool(context.ids)
         ids = context.summary_ids() if asks else context.next_ids()
         sampled = [int(id) for id in turn.ids.tolist()]

@@ -191,11 +191,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routes are in earlier turns: the trainer replays the routes of a position's first forward."""
     packed: PackedRoutes | UnsetType = UNSET
     """`routed` of a stored record, in fewer bytes; unset where it has none, or has them as they are."""
+    caller: str | UnsetType = UNSET
+    """The id of the call of ``delegate`` whose child agent sampled it; unset for the attempt's own agent."""
+
+    @property
+    def says_finish(self) -> bool:
+        """Whether its agent ends."""
+        return any(call.name == "finish" and not call.error for call in self.calls)
 
     @property
     def finishes(self) -> bool:
         """Whether it ends the task, or the present step of one with steps."""
-        return any(call.name == "finish" and not call.error for call in self.calls)
+        return self.caller is UNSET and self.says_finish
 
     @property
     def first_routed(self) -> int:

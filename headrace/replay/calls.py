@@ -10,11 +10,12 @@ comparison and counted by name, so that the reader knows what was not compared.
 import difflib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
+from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 
 Runner = Callable[[ToolCall], Awaitable[ToolResult]]
 
@@ -84,14 +85,13 @@ async def rerun(
     differing: list[CallDifference] = []
     counts: Counter[str] = Counter()
     calls = 0
-    for turn in trajectory.turns:
-        for call, recorded in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers
-            calls += 1
-            again = await run(call)
-            old, new = (_shown(result) for result in (recorded, again))
-            normal(recorded.output, counts)
-            if not same(recorded, again):
-                differing.append(_difference(turn.index, call, recorded, again, old, new))
+    for turn, call, recorded in in_order(trajectory.turns):
+        calls += 1
+        again = await run(call)
+        old, new = (_shown(result) for result in (recorded, again))
+        normal(recorded.output, counts)
+        if not same(recorded, again):
+            differing.append(_difference(turn.index, call, recorded, again, old, new))
     recorded_digest = trajectory.digest_after
     workspace = (await digest()) == recorded_digest if recorded_digest else None
     return CallsReplay(
@@ -104,6 +104,16 @@ async def rerun(
         workspace_equal=workspace,
         backend=backend,
     )
+
+
+def in_order(turns: Sequence[Turn], caller: str | UnsetType = UNSET) -> Iterator[tuple[Turn, ToolCall, ToolResult]]:
+    """The answered calls in the order in which they ran: those of a child agent before the call that ran it ends."""
+    for turn in turns:
+        if turn.caller == caller:
+            for call, result in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers
+                if caller is UNSET:
+                    yield from in_order(turns, call.id)
+                yield turn, call, result
 
 
 def _shown(result: ToolResult) -> str:

@@ -52,7 +52,7 @@ async def test_a_turn_brings_the_routes_of_new_positions_although_all_are_forwar
         for version, prompt in enumerate(PROMPTS):
             await versions.load(engine, version)
             await engine.close("s")  # as after a move to another engine
-            turns.append(await sample_turn(sampler, renderer, asked, context, prompt, "act", turns, "s"))
+            turns.append(await sample_turn(sampler, renderer, asked, context, prompt, "act", turns, "s", left=4096))
             context.take(turns[-1])
         await engine.stop()
         played.append(turns)

@@ -72,7 +72,7 @@ class TurnLog:
                 turns.append(routes.in_memory(record.turn))
                 node, sandbox = record.node, record.sandbox
             elif isinstance(record, TurnDone):
-                turns[-1] = msgspec.structs.replace(turns[-1], results=record.results)
+                turns[record.index] = msgspec.structs.replace(turns[record.index], results=record.results)
                 steps += [record.step] if record.step is not UNSET else []
         finished = await self._has_trajectory()
         return ResumeState(tuple(turns), node, sandbox, finished, tuple(steps))

@@ -5,7 +5,7 @@ of the group ``headrace.tools`` or as ``module:attribute`` (docs/extending.md). 
 tool has no state of its own: it stores the notes of an episode in `Workspace.memory`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -31,6 +31,10 @@ class Answer(msgspec.Struct, frozen=True):
     ok: bool = True
     retrieved: Retrieved | None = None
     """Evidence of a semantic search, for the trajectory."""
+
+
+Delegate = Callable[[str, str, int], Awaitable[Answer]]
+"""Runs a child agent: the call's id, the child's prompt, the most turns that it may have."""
 
 
 def token_estimate(text: str) -> int:
@@ -59,6 +63,7 @@ class Workspace:
         self.memory = {} if memory is None else memory
         """Notes of the episode, such as the hash of a file as it was last read. A resumed episode starts with none."""
         self.search, self.call_id, self.cap, self.count = search, call_id, cap, count
+        self.delegate: Delegate | None = None
         self._sandbox, self._count = sandbox, 0
 
     async def call(self, op: Op) -> OpResult:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.harness.tools.base import Answer, Tool, Workspace, count_external, shortened, token_estimate
+from headrace.harness.tools.base import Answer, Delegate, Tool, Workspace, count_external, shortened, token_estimate
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.search.semantic import NAME as SEMANTIC
 from headrace.harness.tools.search.session import SearchSession
@@ -75,6 +75,8 @@ class Toolbox:
         self._external = {tool.schema.name for name, tool in zip(names, tools, strict=True) if TOOLS.external(name)}
         self._details, self._cap, self._search, self._count = details, cap, search, count
         self._memory: dict[str, str] = {}
+        self.delegate: Delegate | None = None
+        """Runs child agents; set by the loop."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -91,8 +93,8 @@ class Toolbox:
         return call.name in self._external and not call.error
 
     def repeatable(self, call: ToolCall) -> bool:
-        """Whether the call gives the same answer again in an equal sandbox: not one to the web or an MCP server."""
-        return call.name not in WEB and not self.external(call)
+        """Whether the call gives the same answer again in an equal sandbox: not one that others answer."""
+        return call.name not in {*WEB, "delegate"} and not self.external(call)
 
     def recall(self, calls: Sequence[ToolCall]) -> None:
         """Count the calls to MCP servers that were answered before the episode resumed."""
@@ -113,6 +115,7 @@ class Toolbox:
             workspace = Workspace(
                 sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap, self._count
             )
+            workspace.delegate = self.delegate
             answer = await self._answer(tool, call, workspace)
         # Half of a surrogate pair, which a tool may have read as JSON, is no text that a message can carry.
         text = answer.output.encode("utf-8", "backslashreplace").decode()

@@ -1,17 +1,20 @@
-"""A trajectory as ATIF 1.7 (Agent Trajectory Interchange Format), which Harbor and others read.
+"""A trajectory as ATIF 1.8 (Agent Trajectory Interchange Format), which Harbor and others read.
 
 Token ids and log-probabilities go along, so that another trainer needs no tokenisation of its own. Spans of versions,
-the diff and the verdict have no field in ATIF and stand under ``extra``.
+the diff and the verdict have no field in ATIF and stand under ``extra``. A child agent is an embedded trajectory,
+which the result of its call names.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory, Turn
 from headrace.messages.tasks import Task
 
-SCHEMA = "ATIF-v1.7"
+SCHEMA = "ATIF-v1.8"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -20,20 +23,14 @@ def trajectory(
 ) -> dict[str, Any]:
     """The document of one trajectory, ready for json.dumps. decode: token ids to text, of the policy's tokenizer."""
     prompt = f"{task.system}\n\n{task.prompt}" if task.system else task.prompt
-    steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": prompt}]
-    context: list[int] = []
-    segment = 0
-    later, waiting = [step.prompt for step in task.later], ""
-    for turn in made.turns:
-        if waiting and turn.kind != "summary":  # a summary at the end of a step precedes the next prompt
-            steps.append({"step_id": len(steps) + 1, "source": "user", "message": waiting})
-            waiting = ""
-        if turn.segment != segment:
-            segment, context = turn.segment, []
-        context += [int(id) for id in turn.prompt_ids.tolist()]
-        steps.append(_step(turn, len(steps) + 1, context, decode))
-        context += [int(id) for id in turn.ids.tolist()]
-        waiting = later.pop(0) if turn.finishes and later else waiting
+    agent: dict[str, Any] = {"name": "headrace", "version": version or "0"}
+    if model:
+        agent["model_name"] = model
+    told = _agent(made, UNSET, [prompt, *(step.prompt for step in task.later)], decode) | {"agent": agent}
+    asked = {call.id: call.arguments.get("text", "") for turn in made.turns for call in turn.calls}
+    callers = dict.fromkeys(turn.caller for turn in made.turns if turn.caller is not UNSET)
+    if children := [_agent(made, caller, [asked[caller]], decode) | {"agent": agent} for caller in callers]:
+        told["subagent_trajectories"] = children
     extra: dict[str, Any] = {
         "run": made.run,
         "lane": made.lane,
@@ -45,21 +42,41 @@ def trajectory(
     }
     if score is not None:
         extra |= {"verdict": score.verdict, "reward": score.reward, "judge": score.judge_version}
-    agent: dict[str, Any] = {"name": "headrace", "version": version or "0"}
-    if model:
-        agent["model_name"] = model
+    return told | {"extra": extra}
+
+
+def _agent(made: Trajectory, caller: str | UnsetType, prompts: Sequence[str], decode: Decode) -> dict[str, Any]:
+    """The trajectory of one agent. caller: as in `Turn`. prompts: of its steps, the first one first."""
+    prompt, *later = prompts
+    steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": prompt}]
+    children = {turn.caller for turn in made.turns}
+    context: list[int] = []
+    segment, waiting = -1, ""
+    turns = [turn for turn in made.turns if turn.caller == caller]
+    for turn in turns:
+        if waiting and turn.kind != "summary":  # a summary at the end of a step precedes the next prompt
+            steps.append({"step_id": len(steps) + 1, "source": "user", "message": waiting})
+            waiting = ""
+        if turn.segment != segment:
+            segment, context = turn.segment, []
+        context += [int(id) for id in turn.prompt_ids.tolist()]
+        step = _step(turn, len(steps) + 1, context, decode)
+        for result in step.get("observation", {}).get("results", ()):
+            if (call := result["source_call_id"]) in children:
+                result["subagent_trajectory_ref"] = [{"trajectory_id": f"{made.id}/{call}"}]
+        steps.append(step)
+        context += [int(id) for id in turn.ids.tolist()]
+        waiting = later.pop(0) if turn.finishes and later else waiting
     return {
         "schema_version": SCHEMA,
         "session_id": f"{made.run}/{made.id}",
-        "trajectory_id": made.id,
-        "agent": agent,
+        "trajectory_id": made.id if caller is UNSET else f"{made.id}/{caller}",
         "steps": steps,
         "final_metrics": {
-            "total_prompt_tokens": sum(len(turn.prompt_ids) for turn in made.turns),
-            "total_completion_tokens": sum(len(turn.ids) for turn in made.turns),
+            "total_prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
+            "total_completion_tokens": sum(len(turn.ids) for turn in turns),
             "total_steps": len(steps),
         },
-        "extra": extra,
     }
 
 

@@ -3,9 +3,14 @@
 With a checkout of the repository (``--repos``) the files travel with the task, the test patch becomes hidden files, and
 where the project's tests are pytest's the sandbox itself reports them. Without one the task names the row's image, and
 a script applies the test patch inside and writes a log; `trust` is ``log`` where no test of the patch can be altered.
+
+Rows of SWE-rebench V2 bring test command and log parser in `install_config`, and images whose repository lies in a
+folder of its own name (docs/tasks.md names the loaders that say so).
 """
 
 import base64
+import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -63,6 +68,8 @@ PARSERS = {
 """Parsers of swebench 5.x by their names in a row."""
 PYTEST_LOGS = frozenset({"pytest", "pytest_options", "pytest_spaces", "matplotlib", "seaborn"})
 """Parsers of what pytest writes."""
+TIMED = re.compile(r"[\[(]\s*\d+(?:\.\d+)?\s*m?s\s*[\])]\s*$|\bin\s+\d+(?:\.\d+)?\s+m?sec\b", re.IGNORECASE)
+"""A duration in the name of a test; SWE-rebench V2 strips it from names and logs before it compares them."""
 _NO_COMMAND = "echo 'the task does not say which command runs its tests'; exit 1"
 
 
@@ -79,6 +86,8 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> MadeTask:
         raise ImportRefused("eval_type is fail_only: a test that never ran would count as passed")
     if row.get("image_assets") not in (None, {}, "{}", ""):
         raise ImportRefused("image_assets: the row's tests compare with files that are only on the network")
+    if "install_config" in row:
+        return _rebench(row, id, options, to_pass, Grading(kind="f2p_p2p", pass_to_pass=to_keep))
     repo, commit = text_of(row, "repo"), text_of(row, "base_commit")
     parser, command = RUNNERS.get(repo, ("pytest", _PYTEST))
     if "log_parser" in row:
@@ -99,6 +108,46 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> MadeTask:
             f"--template {options.template} needs the repository: put a checkout of {repo} into --repos"
         )
     return _with_image(parts, parser, command)
+
+
+def _rebench(
+    row: dict[str, Any], id: str, options: ImportOptions, to_pass: tuple[str, ...], grading: Grading
+) -> MadeTask:
+    """A row of SWE-rebench V2, in its image."""
+    config = row["install_config"]
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            raise ImportRefused("install_config: expected a JSON object") from None
+    if not isinstance(config, dict):
+        raise ImportRefused(f"install_config: expected an object, got {type(config).__name__}")
+    commands = config.get("test_cmd")
+    commands = [commands] if isinstance(commands, str) else commands
+    if not isinstance(commands, list) or not commands or not all(isinstance(each, str) for each in commands):
+        raise ImportRefused("install_config.test_cmd: expected a command or a list of commands")
+    named = text_of(config, "log_parser")
+    if named not in PARSERS:
+        raise ImportRefused(f"install_config.log_parser: headrace has no parser {named}")
+    if timed := next((name for name in (*to_pass, *grading.pass_to_pass) if TIMED.search(name)), ""):
+        raise ImportRefused(f"the name of a test has a duration, which differs from run to run: {timed!a:.100}")
+    parts = _Parts(row, id, options, text_of(row, "repo"), to_pass, grading)
+    if not parts.image:
+        raise ImportRefused("image_name is empty: the row does not say which image it runs in")
+    folder = f"/{parts.repo.rpartition('/')[2]}"
+    lines = "\n".join(commands)
+    parts.script = f"""#!/bin/bash
+git config --global --add safe.directory {shlex.quote(folder)}
+cd {shlex.quote(folder)} || exit 1
+git apply -v --3way --recount --ignore-space-change --whitespace=nowarn {PATCH} || echo ">>>>> Patch Apply Failed"
+: '>>>>> Start Test Output'
+(set -e
+{lines})
+code=$?
+: '>>>>> End Test Output'
+echo ">>>>> Test Exit Code: $code"
+"""
+    return _with_image(parts, PARSERS[named], lines, folder)
 
 
 class _Parts:
@@ -178,7 +227,7 @@ def _with_files(parts: _Parts, tree: trees.Tree, parser: str, command: str) -> M
     return MadeTask(task=task, oracle=oracle, notes=notes)
 
 
-def _with_image(parts: _Parts, parser: str, command: str) -> MadeTask:
+def _with_image(parts: _Parts, parser: str, command: str, folder: str = FOLDER) -> MadeTask:
     """The repository in the row's image; a script applies the test patch there and writes the log."""
     key = parts.id.lower().replace("__", "_1776_")
     image = parts.image or f"docker.io/swebench/sweb.eval.x86_64.{key}:latest"
@@ -198,7 +247,7 @@ def _with_image(parts: _Parts, parser: str, command: str) -> MadeTask:
     )
     visible = TestPlan(kind="command", argv=("sh", "-c", command or _NO_COMMAND), timeout_s=120.0)
     return MadeTask(
-        task=parts.task(visible, trees.Tree({}, {}), grading.trust, image=image, repository=FOLDER), oracle=oracle
+        task=parts.task(visible, trees.Tree({}, {}), grading.trust, image=image, repository=folder), oracle=oracle
     )
 
 

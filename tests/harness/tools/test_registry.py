@@ -43,7 +43,7 @@ OUTSIDE = f"{__name__}:COUNT"
 
 
 def test_every_tool_of_the_package_is_there_and_tasks_say_which_they_offer() -> None:
-    others = {"keyword_search", "delete_file", "web_fetch", "web_search"}
+    others = {"keyword_search", "delete_file", "web_fetch", "web_search", "delegate"}
     assert {*tasks.DEFAULT_TOOLS, *others} == set(registry._built_in())
     assert tools_of(TASK) == ("search", "read_file", "edit_file", "run_tests", "finish")
     assert [schema.name for schema in schemas_of(tasks.DEFAULT_TOOLS)] == list(tasks.DEFAULT_TOOLS)

@@ -71,7 +71,7 @@ def test_a_trajectory_is_an_atif_document() -> None:
     )
     made = trajectory("r", "g", {"a.py": b""}, turns=turns)
     told = json.loads(json.dumps(document(made, TASK, lambda ids: f"text {list(ids)}", version="1")))
-    assert told["schema_version"] == "ATIF-v1.7" and told["trajectory_id"] == made.id
+    assert told["schema_version"] == "ATIF-v1.8" and told["trajectory_id"] == made.id
     assert [step["step_id"] for step in told["steps"]] == [1, 2, 3, 4]
     assert [step["metrics"]["prompt_token_ids"] for step in told["steps"][1:]] == [[1, 2], [1, 2, 9, 3], [4]]
     calls = {call["tool_call_id"] for call in told["steps"][1]["tool_calls"]}
@@ -79,6 +79,24 @@ def test_a_trajectory_is_an_atif_document() -> None:
     agent_only = {"tool_calls", "metrics", "reasoning_content", "model_name"}
     assert not agent_only & told["steps"][0].keys() and told["steps"][0]["source"] == "user"
     assert told["final_metrics"] == {"total_prompt_tokens": 4, "total_completion_tokens": 3, "total_steps": 4}
+
+
+def test_a_child_agent_is_an_embedded_trajectory() -> None:
+    call = ToolCall(id="0.0", name="delegate", arguments={"text": "look"})
+    result = ToolResult(call_id="0.0", ok=True, output="seen")
+    parts: dict[str, Any] = {"logprobs": Array.of([-0.5], "<f4"), "ids": Array.of([9], "<i4")}
+    turns = (
+        Turn(index=0, segment=0, prompt_ids=Array.of([1, 2], "<i4"), calls=(call,), results=(result,), **parts),
+        Turn(index=1, segment=1, prompt_ids=Array.of([4], "<i4"), caller="0.0", **parts),
+        Turn(index=2, segment=0, prompt_ids=Array.of([3], "<i4"), **parts),
+    )
+    made = trajectory("r", "g", {}, turns=turns)
+    told = json.loads(json.dumps(document(made, TASK, str, version="1")))
+    (child,) = told["subagent_trajectories"]
+    (named,) = told["steps"][1]["observation"]["results"][0]["subagent_trajectory_ref"]
+    assert named["trajectory_id"] == child["trajectory_id"] != told["trajectory_id"]
+    assert [step["message"] for step in child["steps"]] == ["look", "[9]"]
+    assert [step["metrics"]["prompt_token_ids"] for step in told["steps"][1:]] == [[1, 2], [1, 2, 9, 3]]
 
 
 def test_the_prompts_of_later_steps_are_messages_of_the_user() -> None:

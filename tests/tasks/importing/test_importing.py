@@ -105,6 +105,23 @@ def test_rows_with_an_image_name_it_and_carry_their_script(tmp_path: Path) -> No
     assert f"git checkout {old['base_commit']}" in script and "tests/test_core.py" in script
 
 
+def test_rows_of_swe_rebench_bring_their_command_and_parser(tmp_path: Path) -> None:
+    config = {"test_cmd": ["make deps", "pytest -rA tests"], "log_parser": "parse_log_pytest", "install": "x"}
+    old = rows.repository(tmp_path / "repos")
+    new = old | {"image_name": "docker.io/swerebenchv2/calc:1", "install_config": config, "language": "python"}
+    unknown = new | {"instance_id": "b", "install_config": config | {"log_parser": "parse_log_elixir"}}
+    timed = new | {"instance_id": "c", "FAIL_TO_PASS": ["adds [1.34 ms]"], "install_config": json.dumps(config)}
+    suite, report = imported(tmp_path, "swebench", jsonl(tmp_path, new, unknown, timed))
+    assert report["tasks"] == 1
+    (id,) = suite.ids()
+    task, oracle = suite.task(id), suite.oracle(id)
+    assert (task.image, task.repository, oracle.grading.parser) == ("docker.io/swerebenchv2/calc:1", "/calc", "pytest")
+    script = oracle.hidden[".headrace/eval.sh"].decode()
+    assert "cd /calc" in script and "make deps\npytest -rA tests)" in script, "no path is added to the row's command"
+    refused = json.dumps(report)
+    assert "no parser parse_log_elixir" in refused and "adds [1.34 ms]" in refused
+
+
 async def test_a_bug_of_swesmith_is_undone(host: Host, tmp_path: Path) -> None:
     row = rows.bug(tmp_path / "repos")
     suite, _ = imported(tmp_path, "swesmith", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))

@@ -78,5 +78,5 @@ def test_a_run_trains_on_an_imported_suite(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(documents) >= 16 and {document["schema_version"] for document in documents} == {"ATIF-v1.7"}
+    assert len(documents) >= 16 and {document["schema_version"] for document in documents} == {"ATIF-v1.8"}
     assert all("verdict" in document["extra"] for document in documents)
