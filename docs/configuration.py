@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -85,7 +86,10 @@ def page() -> str:
     defaults = Config()
     for section in msgspec.structs.fields(Config):
         values = getattr(defaults, section.name)
-        for table in Table(f"[{section.name}]", type(values), values).tables():
+        whole = Table(f"[{section.name}]", type(values), values)
+        if isinstance(values, dict):
+            whole = Table(f"[{section.name}.NAME]", get_args(section.type)[1])
+        for table in whole.tables():
             level = "##" if "." not in table.path else "###"
             text = _cell(table.kind.__doc__ or "")
             lines += [f"\n{level} {table.header}\n\n{text}\n", COLUMNS, *table.rows()]

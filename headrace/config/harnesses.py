@@ -26,7 +26,7 @@ class Program(Section, frozen=True, kw_only=True):
     """A harness of the user's own, as a table [harnesses.NAME]."""
 
     install: Text
-    """What its bundle holds: `pip:` or `npm:` with requirements, or `folder:` with a path."""
+    """The content of its bundle: `pip:` or `npm:` with requirements, or `folder:` with a path."""
     command: tuple[Word, ...]
     """Its command line. `{prompt}`, `{url}`, `{key}`, `{home}` and `{bundle}` are replaced; the first word is a program
     of the bundle, `python` or `node` with a bundle of `pip:` or `npm:`."""

@@ -197,7 +197,7 @@ class Listener:
         than HttpRefused, Unusable and BusError."""
         self._routes, self._admit, self._report = routes, admit, report
         self._server: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
+        self._opened = False
 
     async def start(self, host: str, port: int) -> str:
         """Listen and return the URL. port: 0 chooses a free one."""
@@ -207,7 +207,7 @@ class Listener:
         return f"http://{host}:{port}"
 
     async def open(self) -> Callable[[], asyncio.Protocol]:
-        """What makes the protocol of a connection."""
+        """A function that makes the protocol of a connection."""
 
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -223,6 +223,7 @@ class Listener:
         app.add_routes(self._routes)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=STOP_S)
         await self._runner.setup()
+        self._opened = True
         server, loop = self._runner.server, asyncio.get_running_loop()
         assert server is not None
         options: dict[str, Any] = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S}
@@ -233,5 +234,5 @@ class Listener:
         """Close the port and every connection."""
         if self._server is not None:
             self._server.close()
-        if self._runner is not None:
+        if self._opened:
             await self._runner.cleanup()

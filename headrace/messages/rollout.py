@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from headrace.messages.base import Array, Count, Finite, Message, Name, Seconds, Seed, Version, message
+from headrace.messages.base import Array, Count, Finite, Integer, Message, Name, Seconds, Seed, Version, message
 from headrace.messages.operations import BlobRef
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Change, Isolation, Snapshot
@@ -288,7 +288,7 @@ class HarnessEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a harness's attempt went. Every conversation that it held is a segment of the attempt."""
 
     name: str
-    code: int
+    code: Integer
     """Its exit code; a signal counts as its negative number."""
     requests: Count
     """Model calls that it made, the refused and the repeated ones among them."""

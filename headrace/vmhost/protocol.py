@@ -99,7 +99,7 @@ def to_frame(op: Op) -> Frame:
         case StopJob():
             return {"op": "stop_job", "job": op.job, "signal": op.signal}, []
         case StartEndpoint():
-            return {"op": "start_endpoint", "home": op.home}, []
+            return {"op": "start_endpoint"}, []
         case PushTar():
             return {"op": "push_tar", "path": op.path} | _forced(op.forced), [op.data]
         case PullTar():

@@ -75,7 +75,7 @@ class Record(Protocol):
     """Where the turns of a session are stored: `TurnLog`."""
 
     async def read(self) -> ResumeState:
-        """What is stored."""
+        """The stored turns."""
 
     async def is_current(self) -> bool:
         """Whether nobody else has written since."""

@@ -82,10 +82,8 @@ class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
 
 class StartEndpoint(msgspec.Struct, frozen=True, kw_only=True, tag="start_endpoint"):
     """Listen on the sandbox's loopback, as a job: connections become records of its output and input
-    (vmhost/guest/tunnel.py). `OpResult.job` is its number, `OpResult.stdout` its address and the home, one a line."""
-
-    home: str
-    """A folder that is made: absolute, or in the workspace."""
+    (vmhost/guest/tunnel.py). `OpResult.job` is its number, `OpResult.stdout` its address and the folder that
+    was made as a home outside of the workspace, one a line."""
 
 
 class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):

@@ -173,8 +173,9 @@ class ProcessBackend(WithoutCopies):
             await asyncio.sleep(0.01)
         if group is not None:
             await group.end()
-        if os.path.lexists(root):
-            await asyncio.to_thread(walks.remove, root)
+        for folder in (f"{root}.home", root):
+            if os.path.lexists(folder):
+                await asyncio.to_thread(walks.remove, folder)
 
     async def machine(self, template: str, limits: SandboxLimits) -> ProcessMachine:
         """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""

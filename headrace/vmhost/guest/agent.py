@@ -44,6 +44,11 @@ LIMIT_REACHED = "the sandbox's process limit was reached, so all of its processe
 class SlotAgent:
     """Serves one slot. Use `serve`."""
 
+    @property
+    def home(self) -> str:
+        """The home of a harness, outside of the workspace; it ends with the slot."""
+        return "/tmp/headrace-home"
+
     def __init__(
         self,
         port: int,
@@ -259,7 +264,7 @@ class SlotAgent:
             case "network":
                 return self._start_proxy(number)
             case "start_endpoint":
-                home = os.path.join(space.resolve("."), header["home"])
+                home = self.home
                 os.makedirs(home, mode=0o700, exist_ok=True)
                 listener = tunnel.listen(0)
                 address = f"127.0.0.1:{listener.getsockname()[1]}\n{home}"

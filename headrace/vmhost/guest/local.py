@@ -119,6 +119,11 @@ class LocalAgent(agent.SlotAgent):
     wanted: mmap.mmap
     """One shared byte; 1 after a run of pytest."""
 
+    @property
+    def home(self) -> str:
+        """Beside the workspace: sandboxes share /tmp."""
+        return f"{self.root}.home"
+
     def _pytest(self, header: dict[str, Any]) -> jobs.Job:
         self.wanted[0] = 1
         return super()._pytest(header)
@@ -146,6 +151,7 @@ def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes
         slot.serve()
     finally:
         _end()
+        walks.remove(f"{root}.home")
         walks.remove(root)
 
 

@@ -23,8 +23,9 @@ WINDOW = 64 << 10
 """Bytes of a stream that may be on their way to the guest."""
 STREAMS = 12
 """Concurrent streams: together they never fill a job's input, which holds 1 MiB."""
-TOGETHER_MS = 2
-"""How long records to an endpoint wait for more of a request: its head and its body are then one call."""
+TOGETHER_MS, CLOSES_MS = 2, 100
+"""How long records to an endpoint wait for more, so that the head and the body of a request are one call, and that of
+the next request has the end of a connection."""
 _HEAD = struct.Struct("!IBI")
 _LONGEST_HEAD = 16 << 10
 LIMIT = 256 << 10
@@ -97,6 +98,8 @@ class Tunnel:
         self._records = Records()
         self._out = b""
         """Records to the host, which go out together once nothing more comes."""
+        self._soon = False
+        """Whether more than ends of connections is among them."""
 
     def serve(self) -> None:
         """Serve until standard input ends."""
@@ -110,10 +113,11 @@ class Tunnel:
                 reads = stream.opened or stream.rest is None
                 poll.register(stream.client, (select.POLLIN if reads else 0) | (select.POLLOUT if stream.unsent else 0))
                 owners[stream.client.fileno()] = number
-            events_now = poll.poll(TOGETHER_MS if self._out else None)
-            if not events_now:
+            patience = (TOGETHER_MS if self._soon else CLOSES_MS) if self._out else None
+            ready = poll.poll(patience)
+            if not ready:
                 self._write()
-            for fd, events in events_now:
+            for fd, events in ready:
                 if fd == 0:
                     data = os.read(0, 65536)
                     if not data:
@@ -216,15 +220,16 @@ class Tunnel:
         stream = self._streams.pop(number)
         stream.client.close()
         if not (self._endpoint and stream.ended):  # the host closed it
-            self._send(record(number, CLOSE))
+            self._send(record(number, CLOSE), soon=False)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, soon: bool = True) -> None:
         self._out += data
+        self._soon |= soon
         if not self._endpoint or len(self._out) >= LIMIT // 2:
             self._write()
 
     def _write(self) -> None:
-        data, self._out = self._out, b""
+        data, self._out, self._soon = self._out, b"", False
         while data:
             data = data[os.write(1, data) :]
 

@@ -92,9 +92,9 @@ class Host:
         name = request.harness or ""
         program = self._harnesses.get(name)
         if program is None:
-            known = ", ".join(self._harnesses) or "none"
+            names = ", ".join(self._harnesses) or "none"
             raise VmhostError(
-                f"the harness {name!r} is unknown here; known are {known}: add a table [harnesses.{name}]"
+                f"the harness {name!r} is unknown here; known are {names}: add a table [harnesses.{name}]"
             )
         cache = Path(self._environment.cache_dir).absolute()
         bundle = bundles.find(cache, program)

@@ -55,7 +55,7 @@ class _Turns(ClientTurns):
 
 
 class Conversations:
-    """What a harness asks, and what it was answered."""
+    """The model calls of one harness, and their answers."""
 
     def __init__(self, bus: Bus, request: RolloutRequest, record: AttemptRecord, serve: Serve) -> None:
         """serve: opens the engine and format of a policy."""
@@ -79,7 +79,7 @@ class Conversations:
         self.fault: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the endpoint failed."""
         self.full = False
-        """Whether the last turn found no room in the context."""
+        """Whether the last request was longer than the context."""
 
     async def close(self) -> None:
         """Forget every conversation."""

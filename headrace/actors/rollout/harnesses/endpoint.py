@@ -38,7 +38,7 @@ class Endpoint:
         await self._event("endpoint_error", f"{where}: {type(error).__name__}: {error}", "error")
 
     async def protocol(self) -> Callable[[], asyncio.Protocol]:
-        """What makes the protocol of a connection."""
+        """A function that makes the protocol of a connection."""
         async with self._opening:
             if self._protocol is None:
                 self._protocol = await self._listener.open()

@@ -26,14 +26,12 @@ from headrace.harness.loop import Episode as Turns
 from headrace.harness.loop import Outcome
 from headrace.harnesses import programs
 from headrace.messages.rollout import HarnessEnd
-from headrace.messages.sandbox import Cancel, Exec, OpResult, SandboxLost, WriteFiles
+from headrace.messages.sandbox import Cancel, Exec, OpResult, SandboxLost
 from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import RemoteSandbox
 
 GRACE_S = 10.0
 """Seconds that a harness has to end once it was told that a limit is reached."""
-HOME = ".headrace-home"
-"""The harness's home in the workspace; in an image it is a temporary folder. It is removed before the diff is read."""
 SAID = 2000
 """Characters of a harness's output that are recorded when it did not finish."""
 
@@ -66,7 +64,7 @@ class HarnessEpisode(Episode):
         conversations = Conversations(self._bus, request, record, self._serve)
         tunnel = Tunnel(sandbox, await self._endpoint.protocol())
         try:
-            url, home = await tunnel.open(f"/tmp/{HOME}" if task.image else HOME)
+            url, home = await tunnel.open()
         except EndpointError as error:
             raise HarnessFailed(f"the sandbox has no endpoint: {error}") from None
         with self._endpoint.serving(conversations):
@@ -122,8 +120,6 @@ class HarnessEpisode(Episode):
             done = await running
         finally:
             running.cancel()
-        if not task.image:
-            await sandbox.call(WriteFiles(files={}, delete=(HOME,)))
         return done
 
     def _outcome(self, done: OpResult, record: AttemptRecord, conversations: Conversations) -> Outcome:

@@ -74,7 +74,7 @@ class ConversationRecord:
         self._places: list[int] = []
 
     async def read(self) -> ResumeState:
-        """What is stored: it is read at a conversation's begin alone."""
+        """Nothing: a record is read when its conversation begins."""
         return ResumeState()
 
     async def is_current(self) -> bool:

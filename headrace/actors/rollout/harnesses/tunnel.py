@@ -14,6 +14,8 @@ from headrace.vmhost.guest.tunnel import CLOSE, DATA, LIMIT, OPEN, TAKEN, WINDOW
 
 WAIT_S = 20.0
 """Seconds that a call waits for the next record."""
+TOGETHER_S = 0.001
+"""Seconds that a record waits for more: an answer and the end of its connection are then one call."""
 
 
 class Tunnel:
@@ -28,9 +30,9 @@ class Tunnel:
         self._news = asyncio.Event()
         self._job = 0
 
-    async def open(self, home: str) -> tuple[str, str]:
+    async def open(self) -> tuple[str, str]:
         """Listen in the sandbox, and make a home there; the URL and the home's path. EndpointError, SandboxLost."""
-        started = await self._sandbox.call(StartEndpoint(home=home))
+        started = await self._sandbox.call(StartEndpoint())
         if not started.ok:
             raise EndpointError(started.error)
         self._job = started.job
@@ -68,6 +70,7 @@ class Tunnel:
     async def _feed(self) -> None:
         while True:
             await self._news.wait()
+            await asyncio.sleep(TOGETHER_S)
             self._news.clear()
             data, self._unsent = self._unsent, b""
             if not (await self._sandbox.call(FeedJob(job=self._job, data=data, raw=True))).ok:
@@ -91,7 +94,8 @@ class EndpointError(Exception):
 
 
 class _Connection(asyncio.Transport):
-    """One connection, as its protocol sees it. At most a window of its bytes is on the way to the sandbox."""
+    """One connection, as its protocol sees it. At most a window of its bytes is on the way to the sandbox; a body that
+    comes faster than it is read is bounded by its limit."""
 
     def __init__(self, tunnel: Tunnel, number: int, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -145,24 +149,3 @@ class _Connection(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Nothing is known about the other end."""
         return default
-
-    def pause_reading(self) -> None:
-        """A body that comes too fast is bounded by its limit."""
-
-    def resume_reading(self) -> None:
-        """See `pause_reading`."""
-
-    def is_reading(self) -> bool:
-        """See `pause_reading`."""
-        return not self._over
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """What waits is an answer, which has a limit."""
-
-    def get_write_buffer_size(self) -> int:
-        """Bytes that wait for the sandbox."""
-        return len(self._waiting)
-
-    def can_write_eof(self) -> bool:
-        """A connection closes as a whole."""
-        return False

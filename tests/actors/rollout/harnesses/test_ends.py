@@ -30,14 +30,14 @@ Opened = Callable[..., AbstractAsyncContextManager[HarnessRun]]
 @pytest.fixture
 def opened(connect: Connect, tmp_path: Path) -> Opened:
     """A run with the small harness."""
-    own = small_harness.program(tmp_path / "bundle")
-    bundles.make(tmp_path / "cache", own)
+    program = small_harness.program(tmp_path / "bundle")
+    bundles.make(tmp_path / "cache", program)
 
     @asynccontextmanager
     async def one(turns: Sequence[Said], *does: str, **more: Any) -> AsyncIterator[HarnessRun]:
         run = f"e{token_hex(4)}"
         folder = tmp_path / run
-        options = {"own": own, "cache": tmp_path / "cache", "arguments": does} | more
+        options: dict[str, Any] = {"own": program, "cache": tmp_path / "cache", "arguments": does} | more
         async with harness_run(connect, folder, run, "small", turns, **options) as there:
             yield there
 
