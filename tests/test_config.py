@@ -35,6 +35,8 @@ def test_defaults_are_a_whole_configuration() -> None:
             ["line 2", "curriculum.on_stale", "expected 'wait' or 'drop', got 'maybe'"],
         ),
         ("[run\n", ["not valid TOML", "line 1"]),
+        ("[tasks]\nsuite = 'client'\n[production]\nenabled = false", ["tasks.suite", "gateway"]),
+        ("[tasks]\nsuite = 'client'\n[production]\nenabled = true\n[feedback]\nenabled = true", ["feedback.enabled"]),
     ],
 )
 def test_mistakes_are_named(text: str, parts: list[str]) -> None:

@@ -399,9 +399,10 @@ async def test_a_rewritten_history_begins_a_branch_that_its_trees_rating_covers(
         assert branch.startswith(f"{root}-")
         async with client.http.post(f"{client.url}/v1/sessions/{root}/feedback", json={"thumb": "up"}) as answer:
             assert answer.status == 200, await answer.text()
-    ends = [await trajectory_of(observer, run, group) for group in (root, branch)]
+    ends = [await trajectory_of(observer, run, group) for group in (branch, root)]
     assert [len(end.turns) for end in ends] == [1, 1]
-    assert [rating.trajectory for rating in await ratings_of(observer, run)] == [end.id for end in ends]
+    rated = [rating.trajectory for rating in await ratings_of(observer, run)]
+    assert rated == [end.id for end in ends], "a tree is whole once its first session is rated"
 
 
 async def test_sessions_are_opened_named_repeated_and_rated_by_one_id(

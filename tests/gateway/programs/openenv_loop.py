@@ -5,6 +5,7 @@ Arguments: URL, key, group size, passes. Python of an environment with openenv-c
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.request import Request, urlopen
 
 from openenv.core.env_server.mcp_types import Tool
@@ -22,39 +23,40 @@ URL, KEY, SIZE, PASSES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.arg
 RUN_TESTS = Tool(name="run_tests", description="", input_schema={"type": "object", "properties": {}})
 
 
-def post(path: str, body: dict, session: str = "") -> dict:
+def post(path: str, body: dict[str, Any], session: str = "") -> dict[str, Any]:
     headers = {"x-api-key": KEY, "Content-Type": "application/json", "X-Headrace-Session": session}
     with urlopen(Request(URL + path, json.dumps(body).encode(), headers)) as answer:
-        return json.load(answer)
+        told: dict[str, Any] = json.load(answer)
+        return told
 
 
-class Fix(ResourceSession):
+class Fix(ResourceSession):  # type: ignore[misc]
     """A request whose tests always pass. The reward is 1 if they were run."""
 
     def __init__(self, number: int) -> None:
         self.number, self.ran = number, 0
 
-    def initial_messages(self) -> list[dict]:
+    def initial_messages(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": f"fix {self.number}"}]
 
     def list_tools(self) -> list[Tool]:
         return [RUN_TESTS]
 
-    def call_tool(self, name: str, arguments: dict) -> ToolResult:
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         self.ran += name == "run_tests"
         return ToolResult(data="passed")
 
-    def verify(self, transcript: list[dict], final_state: object = None) -> VerifyResult:
+    def verify(self, transcript: list[dict[str, Any]], final_state: object = None) -> VerifyResult:
         return VerifyResult(env_reward=float(self.ran > 0), done=True)
 
     def close(self) -> None:
         pass
 
 
-def attempt(number: int, group: str) -> dict:
+def attempt(number: int, group: str) -> dict[str, Any]:
     session = post("/v1/sessions", {"task": f"fix {number}", "group": group})["session"]
 
-    def step(messages: list[dict], tools: list[Tool], sampling: dict) -> ModelStepResult:
+    def step(messages: list[dict[str, Any]], tools: list[Tool], sampling: dict[str, Any]) -> ModelStepResult:
         functions = [
             {"type": "function", "function": {"name": tool.name, "parameters": tool.input_schema}} for tool in tools
         ]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from typing import Any
 from urllib.request import Request, urlopen
 
 import verifiers.v1 as vf
@@ -14,21 +15,22 @@ from verifiers.v1.utils.loaders import harness_config_type
 URL, os.environ["KEY"], SIZE, PASSES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
 
-def post(path: str, body: dict) -> dict:
+def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"x-api-key": os.environ["KEY"], "Content-Type": "application/json"}
     with urlopen(Request(URL + path, json.dumps(body).encode(), headers)) as answer:
-        return json.load(answer)
+        told: dict[str, Any] = json.load(answer)
+        return told
 
 
-class Says(vf.Task):
+class Says(vf.Task):  # type: ignore[misc]
     """The reward is 1 for the answer that the policy gives about half of the time."""
 
-    @vf.reward
+    @vf.reward  # type: ignore[untyped-decorator]
     async def acme(self, trace: vf.Trace) -> float:
         return float(trace.last_reply == "done use acme")
 
 
-async def attempt(number: int, group: str) -> dict:
+async def attempt(number: int, group: str) -> dict[str, Any]:
     session = post("/v1/sessions", {"task": f"fix {number}", "group": group})["session"]
     client = vf.EvalClientConfig(base_url=f"{URL}/v1", api_key_var="KEY", headers={"X-Headrace-Session": session})
     config = vf.AgentConfig(
