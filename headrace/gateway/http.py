@@ -7,6 +7,7 @@ slow headers and the number of connections are the business of a proxy in front 
 import asyncio
 import math
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ HEALTH = "/healthz"
 """The one route that needs no key."""
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
+MAX_BODIES = 16 * MAX_BODY
+"""Bytes of bodies that one API key may send at once. One of unknown or encoded length counts as the largest."""
 BODY_S = 30.0
 """Seconds for a request's body to arrive."""
 IDLE_S = 30.0
@@ -39,6 +42,8 @@ STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-A
 REDACTED = "[API key]"
 """Takes the place of a key's text in a request's body."""
 
+_SENDING = web.AppKey("sending", Counter[str])
+"""Bytes of bodies that are read now, by API key."""
 TOKEN = web.RequestKey("token", str)
 """The API key with which a request was admitted, as text."""
 ENDS = web.RequestKey("ends", bool)
@@ -84,12 +89,24 @@ async def send(response: web.StreamResponse, data: bytes) -> None:
 
 async def read_body(request: web.Request) -> bytes:
     """The whole body, without the text of the request's API key: an agent may read its own environment, and a history
-    is stored. HttpRefused with 400, 408 or 413."""
+    is stored. HttpRefused with 400, 408, 413 or 429."""
+    sending, token = request.app[_SENDING], request.get(TOKEN, "")
+    size = request.content_length
+    if size is None or "Content-Encoding" in request.headers:
+        size = MAX_BODY
     try:
-        if (request.content_length or 0) > MAX_BODY:
-            raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
-        async with asyncio.timeout(BODY_S):
-            body = await request.read()
+        if size > MAX_BODY:
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY, size)
+        if sending[token] + size > MAX_BODIES:
+            raise HttpRefused(429, f"this key sends bodies of more than {MAX_BODIES} bytes at once", 1.0)
+        sending[token] += size
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+        finally:
+            sending[token] -= size
+            if not sending[token]:
+                del sending[token]
         return body.replace(request[TOKEN].encode(), REDACTED.encode()) if TOKEN in request else body
     except TimeoutError:
         raise HttpRefused(408, f"the body did not arrive within {BODY_S:g} s") from None
@@ -220,6 +237,7 @@ class Listener:
             return await guarded(respond, self._report)(request)
 
         app = web.Application(client_max_size=MAX_BODY, middlewares=[admitted])
+        app[_SENDING] = Counter()
         app.add_routes(self._routes)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=STOP_S)
         await self._runner.setup()

@@ -90,7 +90,7 @@ class Under(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def asked(self) -> list[tuple[Scope, str]]:
-        """What a repetition of its request is found by."""
+        """The digests of its request and of the key for repetitions, in its scope."""
         return [(self.scope, value) for value in (self.record.asked, self.record.retry) if value]
 
 

@@ -182,7 +182,7 @@ async def test_slow_turns_of_one_tenant_leave_places_to_others(tmp_path: Path) -
 
 
 async def test_nothing_of_a_repeat_is_read_while_its_turn_is_under_way(tmp_path: Path) -> None:
-    """Each of a storm of repeats was parsed and looked up at once, before the requests of others."""
+    """Each of many repeats was parsed and looked up at once, before the requests of others."""
     body = {"model": "latest", "messages": [{"role": "user", "content": "x"}]}
     async with endpoints(tmp_path, two_reads) as served:
         over, begun, usual = asyncio.Event(), asyncio.Event(), served.sampler._sample

@@ -17,7 +17,7 @@ from headrace.gateway.tenants.keys import ApiKeys
 from tests.support.api_keys import entry
 
 pytestmark = pytest.mark.anyio
-KEY = "hr-front"
+KEY, OTHER = "hr-front", "hr-other"
 HEADERS = {"x-api-key": KEY}
 ENTRY = entry(KEY, requests_per_minute=10**6)
 
@@ -87,7 +87,7 @@ class Front:
 @pytest.fixture
 async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
     caplog.set_level(logging.DEBUG)
-    opened = await Front(ApiKeys([ENTRY])).open()
+    opened = await Front(ApiKeys([ENTRY, entry(OTHER)])).open()
     yield opened
     opened.drop()
     await opened.listener.stop()
@@ -147,6 +147,29 @@ async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
 async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(front: Front) -> None:
     head = HALF_BODY.replace(b"Length: 100", b"Length: %d" % (http.MAX_BODY + 1))
     assert (await (await front.connect(head)).read(12)) == b"HTTP/1.1 413"
+
+
+async def test_the_bodies_of_one_key_have_a_limit_together(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand connections of one key, with 8 MiB each, were 8 GiB of the gateway."""
+    monkeypatch.setattr(http, "MAX_BODIES", 3 * http.MAX_BODY)
+    head = f"POST /read HTTP/1.1\r\nHost: 127.0.0.1\r\nx-api-key: {KEY}\r\nContent-Type: application/json\r\n".encode()
+    unknown = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    for number in range(3):
+        await front.connect(unknown)
+        while front.reading <= number:
+            await asyncio.sleep(0.001)
+    refused = await front.connect(unknown)
+    assert b" 429 " in await refused.readline()
+    small = await front.connect(head + b'Content-Length: 8\r\n\r\n{"a": 1}')
+    assert b" 429 " in await small.readline()
+    other = await front.connect(head.replace(KEY.encode(), OTHER.encode()) + b'Content-Length: 8\r\n\r\n{"a": 1}')
+    assert b" 200 " in await other.readline()
+    front.drop()  # clients that leave give their share back
+    while True:
+        async with aiohttp.ClientSession(headers=HEADERS) as session:
+            async with session.post(f"{front.url}/read", json={"a": 1}) as answer:
+                if answer.status == 200:
+                    break
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])

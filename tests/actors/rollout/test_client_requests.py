@@ -311,7 +311,7 @@ async def test_an_answer_has_its_format_behind_calls_that_no_grammar_chose(
     PLAYS.append(play := Play(Script("mean of xs", turns, '{"a": 1}')))
     asked: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL}], "response_format": FORM}
     asked |= {"model": "latest", "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
-    said = [*SAID]
+    said: list[dict[str, Any]] = [*SAID]
     async with (
         client_of(made, connect, tmp_path, run) as client,
         living(Rollout, made, await connect("rollout", node="n1"), run, "product"),
