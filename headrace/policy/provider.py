@@ -42,9 +42,9 @@ def new_cache(config: PolicyConfig, blocks: int, device: torch.device | str = "c
 def keeps_dtype(config: PolicyConfig, name: str) -> bool:
     """Whether a parameter, by the model's name, is never rounded to the policy's dtype: a correction of a router."""
     if config.source:
-        from headrace.policy.hugging import published
+        from headrace.policy.hugging import adapter, published
 
-        return name in published.kept(config)
+        return adapter.plain(name) in published.kept(config)
     return name.rsplit(".", 1)[-1] == "correction"
 
 

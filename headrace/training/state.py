@@ -22,8 +22,8 @@ from torch import Tensor
 
 from headrace.algorithms.adamw import AdamW, Moments, OptimizerSettings
 from headrace.policy.adapters import low_rank
+from headrace.policy.config import CheckpointError
 from headrace.policy.seam import PolicyModel
-from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
 from headrace.training.served import precision, runs
 from headrace.training.served.publication import Contents, Publication, Publisher
@@ -262,19 +262,19 @@ class TrainerState:
 
 
 def freeze(model: PolicyModel, patterns: Sequence[str]) -> PolicyModel:
-    """The model with the named parameters frozen, and with all but its adapters where it has some. TrainerError when a
-    pattern matches none, or when all are frozen."""
+    """The model with the named parameters frozen, and with all but its adapters where it has some. CheckpointError when
+    a pattern matches none, or when all are frozen."""
     names = [name for name, _ in model.named_parameters()]
     for name in names if model.config.adapter else ():
         model.get_parameter(name).requires_grad_(low_rank.is_adapter(name))
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise TrainerError(
+            raise CheckpointError(
                 f"[trainer] frozen: {pattern!r} names no parameter; expected patterns over {names[0]}, {names[1]} ..."
             )
         for name in matching:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainerError("[trainer] frozen: no parameter is left to train")
+        raise CheckpointError("[trainer] frozen: no parameter is left to train")
     return model

@@ -28,6 +28,7 @@ NEEDS = {
     "fanout": "network namespaces",
     "gpu_step": "a GPU",
     "images": "microVMs",
+    "providers": "SmolLM2's package",
     "regions": "network namespaces",
     "vm_clone": "microVMs",
 }

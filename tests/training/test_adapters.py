@@ -108,8 +108,6 @@ def test_a_merged_policy_computes_what_the_adapted_one_does(latent: bool) -> Non
 
 
 def test_what_adapters_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.rank.*expected 0 with engine\.kind = 'sglang'"):
-        parse("[trainer.lora]\nrank = 4\n[engine]\nkind = 'sglang'\n")
     with pytest.raises(ConfigError, match=r"line 2: trainer\.lora\.rank.*<= 1024"):
         parse("[trainer.lora]\nrank = 4000\n")
     with pytest.raises(CheckpointError, match=r"\[trainer.lora\] targets.*'down_proj': adapters of experts"):

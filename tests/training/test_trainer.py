@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.config import Config
+from headrace.policy.config import CheckpointError
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.seam import PolicyModel
@@ -78,7 +79,7 @@ def test_a_frozen_rounded_policy_is_published_exactly_and_resumed_bit_equal(tmp_
 
 @pytest.mark.parametrize("pattern", ["layers.9.*", "*"])
 def test_frozen_parameters_must_exist_and_leave_some(tmp_path: Path, pattern: str) -> None:
-    with pytest.raises(TrainerError, match="frozen"):
+    with pytest.raises(CheckpointError, match="frozen"):
         prepare(tmp_path, changed(trainer={"frozen": (pattern,)}))
 
 

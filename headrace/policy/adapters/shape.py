@@ -59,10 +59,8 @@ def targeted(c: PolicyConfig, layer: int) -> list[Module]:
 
 def parameters(c: PolicyConfig) -> int:
     """Number of the adapter's elements."""
-    if c.source and c.adapter:
-        from headrace.policy.hugging import published  # it imports transformers
-
-        return published.adapted(c)
+    if c.adapter and c.adapter.elements:
+        return c.adapter.elements
     rank = c.adapter.rank if c.adapter else 0
     return sum(rank * (m.inputs + m.outputs) for layer in range(c.layers) for m in targeted(c, layer))
 

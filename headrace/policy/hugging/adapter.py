@@ -8,6 +8,7 @@ those of a PEFT folder.
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -35,7 +36,11 @@ def resolved(c: PolicyConfig, rank: int, alpha: float, targets: Sequence[str]) -
             possible = ", ".join(linear | experts)
             raise CheckpointError(f"[trainer.lora] targets: expected names among {possible}, got {name!r}")
     chosen = targets or [name for name in linear if name not in experts]
-    return Adapter(rank=rank, alpha=alpha, targets=tuple(chosen), parameters=tuple(n for n in chosen if n in experts))
+    parts = tuple(name for name in chosen if name in experts)
+    made = Adapter(rank=rank, alpha=alpha, targets=tuple(chosen), parameters=parts)
+    low = skeleton(msgspec.structs.replace(c, adapter=made)).named_parameters()
+    elements = sum(value.numel() for name, value in low if ".lora_" in name)
+    return msgspec.structs.replace(made, elements=elements)
 
 
 def _experts(block: nn.Module) -> list[str]:

@@ -15,7 +15,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.hugging import adapter, library
 
@@ -41,11 +40,6 @@ def places(config: PolicyConfig) -> dict[str, Rows]:
     with contextlib.suppress(Exception):  # of an operation of the library that is not one of rows
         return _reverted(config, parameters)
     return {name: Rows(name, 0, tuple(parameter.shape)) for name, parameter in parameters.items()}
-
-
-def adapted(config: PolicyConfig) -> int:
-    """Number of the elements of adapters."""
-    return sum(torch.Size(place.shape).numel() for name, place in places(config).items() if low_rank.is_published(name))
 
 
 def _reverted(config: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Rows]:

@@ -128,7 +128,8 @@ def build(
     model.place, model.shared = world.device, world.context  # with offload the parameters are on the host
     model.most = lambda count: max(world.gathered(count, int))
     held = config.torch_dtype if fixed else torch.float32
-    owned = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    named = model.named_parameters()
+    owned = {each for name, each in named if not each.requires_grad and provider.keeps_dtype(config, name)}
     freeze(model, frozen)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(

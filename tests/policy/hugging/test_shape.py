@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from headrace.config import Config, Mesh, Policy
-from headrace.config.training import Lora
 from headrace.policy.config import CheckpointError
 from headrace.policy.layout import hugging_face, refusing
 from headrace.policy.layout.sizes import parameters
@@ -66,9 +65,8 @@ def test_a_router_that_cannot_be_replayed_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "trainer"),
-    [("trainer.lora", {"lora": Lora(rank=4)}), ("mesh.context", {"mesh": Mesh(shard=2, context=2)}),
-     ("mesh.expert", {"mesh": Mesh(shard=2, expert=2)})],
-)  # fmt: skip
+    [("mesh.context", {"mesh": Mesh(shard=2, context=2)}), ("mesh.expert", {"mesh": Mesh(shard=2, expert=2)})],
+)
 def test_what_the_provider_lacks_is_refused_by_name(key: str, trainer: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=key):
         hugging_face.of_run(run(tmp_path, "transformers", exact=False, **trainer))

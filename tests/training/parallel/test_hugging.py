@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed.tensor import DTensor
 
 from headrace.config import Config, Mesh, Policy
 from headrace.config.training import Lora
@@ -41,6 +42,8 @@ def rank(arguments: str) -> None:
     number, config, folder, begin, store = joining(arguments)
     trainer = opening.joined(config, folder, number, store, opening.Beginning(begin) if number == 0 else None)
     state, file = trainer.state, folder / "checkpoint.safetensors"
+    fixed = [each for each in trainer.sharded.sharded.parameters.values() if each.dim() > 1 and not each.requires_grad]
+    assert all(isinstance(each, DTensor) for each in fixed), "every process holds fixed weights whole"
     told: list[str | float] = [state.hash()]
     data, helpers = batch(segments(state.model.config)), Helpers(data_parallel=trainer.world)
     told.append(accumulate(state, data, SMALL, helpers=helpers).loss)
