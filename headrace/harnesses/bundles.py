@@ -57,8 +57,9 @@ def find(cache: Path, program: Program) -> Bundle | None:
 
 
 def make(cache: Path, program: Program) -> Bundle:
-    """Make a program's bundle, or find it. BundleError."""
-    if (found := find(cache, program)) is not None:
+    """Make a program's bundle, or find it; that of a folder is made again, because the folder may have changed.
+    BundleError."""
+    if (found := find(cache, program)) is not None and not program.install.startswith("folder:"):
         return found
     root = cache / FOLDER
     part = root / f".{_name(program)}.{os.getpid()}"

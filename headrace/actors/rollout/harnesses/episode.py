@@ -128,10 +128,10 @@ class HarnessEpisode(Episode):
             raise EngineError(conversations.fault.result())
         if conversations.limit.done():
             return conversations.limit.result()
+        if not record.turns:
+            raise HarnessFailed(f"{done.error or 'it ended'} before the first turn: {_said(done)}")
         if done.timed_out:
             return "wall_time"
-        if not record.turns:
-            raise HarnessFailed(f"exit code {done.code} before the first turn: {_said(done)}")
         if done.code == 0:
             return "finished"
         return "context" if conversations.full else "crashed"

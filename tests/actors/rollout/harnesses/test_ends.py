@@ -88,12 +88,14 @@ def words(pid: str) -> bytes:
         return b""
 
 
-async def test_a_harness_that_asks_nothing_is_no_outcome(opened: Opened, tmp_path: Path) -> None:
-    broken = msgspec.structs.replace(small_harness.program(tmp_path / "b2"), command=("small", "--none", "{prompt}"))
-    bundles.make(tmp_path / "cache", broken)
-    lacking = msgspec.structs.replace(broken, command=("nothing",))
-    async with opened([DONE], own=lacking) as run:
-        failed = await run.attempt()
+@pytest.mark.parametrize("command", [("nothing",), ("/bin/sleep", "60")])
+async def test_a_harness_that_asks_nothing_is_no_outcome(
+    opened: Opened, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    program = msgspec.structs.replace(small_harness.program(tmp_path / "other"), command=command)
+    bundles.make(tmp_path / "cache", program)
+    async with opened([DONE], own=program) as run:
+        failed = await run.attempt(limits=msgspec.structs.replace(LIMITS, wall_s=2.0))
         assert isinstance(failed, SlotFailed) and failed.reason == "harness_failed"
 
 
