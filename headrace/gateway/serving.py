@@ -55,6 +55,8 @@ CUT_AFTER_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Seconds that a turn gets to end before it is asked for again."""
 ID = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{12}(-[0-9a-f]{8})?")
 """A session's id."""
+CATCH_UP_S = 5.0
+"""The longest wait for what other gateways stored."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
 AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs", "tokens")
@@ -119,11 +121,17 @@ class ClientServing:
             self._unread.pop(user, None)
 
     async def caught_up(self, user: str = "") -> None:
-        """Wait for everything that gateways stored before now. user: whose sessions are read."""
+        """Wait for everything that gateways stored before now. user: whose sessions are read. HttpRefused with 503."""
         newest = await self._state.newest(f"{self._run}.session.>")
-        while self._seen < newest:
-            self._news.clear()
-            await self._news.wait()
+        try:
+            async with asyncio.timeout(CATCH_UP_S):
+                while self._seen < newest:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise HttpRefused(
+                503, "this gateway does not hear what others store; send the request again", 1.0
+            ) from None
         await self._read(user)
 
     def _drop(self, group: str) -> None:
