@@ -1,5 +1,6 @@
 """Attempts in which a harness acts: bus, rollout actor, sandbox with its endpoint, judge."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,15 +8,18 @@ import pytest
 
 from headrace.config import Policy
 from headrace.harnesses import bundles
+from headrace.harnesses.programs import KNOWN
 from headrace.messages.judging import Score
 from headrace.messages.rollout import HarnessEnd, Limits, Sampling, Trajectory
 from headrace.messages.training import BatchGroup, StepManifest
 from headrace.policy import routes
+from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from tests.conftest import Connect
 from tests.support import small_harness
 from tests.support.chat_formats import tokenizer_json
 from tests.support.client_engine import Said
+from tests.support.harness_images import CACHE
 from tests.support.harness_run import fixes, harness_run
 from tests.support.records import of
 from tests.support.world import CONFIG
@@ -37,16 +41,45 @@ async def test_a_harness_fixes_a_bug_and_is_judged(connect: Connect, tmp_path: P
         assert (await run.score()).verdict == "passed"
 
 
+ATTEMPTS = 20
 SHAPE = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=512)
 SMALL = Limits(max_turns=5, max_tokens=200, context_tokens=4096)
 
 
+def prepared(folder: Path, attempts: int) -> PolicyTrainer:
+    """A trainer whose batch is one group, and which scores all of it again."""
+    config = msgspec.structs.replace(
+        CONFIG,
+        policy=SHAPE,
+        curriculum=msgspec.structs.replace(CONFIG.curriculum, group_size=attempts, groups_per_step=1),
+        trainer=msgspec.structs.replace(CONFIG.trainer, rescore=attempts),
+    )
+    return PolicyTrainer.prepare(config, folder / "trainer", tokenizer_json=tokenizer_json(), traces=tuple)
+
+
+def trained(trainer: PolicyTrainer, made: Sequence[Trajectory]) -> StepOutcome:
+    """The outcome of a step on a group of attempts."""
+    slots = tuple((1 + slot, 1001 + slot) for slot in range(len(made)))
+    manifest = of(
+        StepManifest,
+        run=made[0].run,
+        step=0,
+        version=0,
+        groups=(BatchGroup(group="g", close_seq=1, slots=slots),),
+        fingerprint=trainer.numerics.fingerprint,
+    )
+    scores = {
+        1001 + slot: of(
+            Score, run=each.run, group="g", slot=slot, task=each.task, reward=float(slot % 2), passed=slot % 2 > 0
+        )
+        for slot, each in enumerate(made)
+    }
+    return trainer.step(manifest, dict(enumerate(made, 1)), scores)
+
+
 async def test_every_conversation_is_recorded_exactly_and_trained(connect: Connect, tmp_path: Path) -> None:
     """A title, a rewritten history and a limit: three segments, whose tokens are those that the policy said."""
-    config = msgspec.structs.replace(
-        CONFIG, policy=SHAPE, curriculum=msgspec.structs.replace(CONFIG.curriculum, group_size=2, groups_per_step=1)
-    )
-    trainer = PolicyTrainer.prepare(config, tmp_path / "trainer", tokenizer_json=tokenizer_json(), traces=tuple)
+    trainer = prepared(tmp_path, 2)
     own = small_harness.program(tmp_path / "bundle")
     bundles.make(tmp_path / "cache", own)
     does = ("title", "forever", "rewrite")
@@ -70,25 +103,35 @@ async def test_every_conversation_is_recorded_exactly_and_trained(connect: Conne
             assert [turn.segment for turn in each.turns] == [0, 1, 1, 2, 2]
             assert (each.harness.requests, each.harness.rewritten) == (6, 1)
 
-    manifest = of(
-        StepManifest,
-        run="h2",
-        step=0,
-        version=0,
-        groups=(BatchGroup(group="g", close_seq=1, slots=((1, 11), (2, 12))),),
-        fingerprint=trainer.numerics.fingerprint,
-    )
-    records = {
-        number: msgspec.structs.replace(each, turns=routes.filled(each.turns, logged[number - 1]))
-        for number, each in enumerate(made, 1)
+    records = [
+        msgspec.structs.replace(each, turns=routes.filled(each.turns, logged[number]))
+        for number, each in enumerate(made)
         if isinstance(each, Trajectory)
-    }
-    scores = {
-        10 + number: of(Score, run="h2", group="g", slot=number - 1, task=each.task, reward=float(number), passed=False)
-        for number, each in records.items()
-    }
-    outcome = trainer.step(manifest, records, scores)
+    ]
+    outcome = trained(trainer, records)
     assert not outcome.failed, outcome.detail
     assert outcome.max_abs_dlp == 0.0 and outcome.rescored_tokens > 0
-    sampled = sum(len(turn.ids) for each in records.values() for turn in each.turns)
+    sampled = sum(len(turn.ids) for each in records for turn in each.turns)
     assert outcome.tokens == sampled
+
+
+@pytest.mark.clients
+@pytest.mark.timeout(900)
+async def test_twenty_attempts_of_mini_swe_agent_are_scored_again_to_the_bit(connect: Connect, tmp_path: Path) -> None:
+    """An untrained policy answers it: it complains of the format, and asks again."""
+    if bundles.find(CACHE, KNOWN["mini-swe-agent"]) is None:
+        pytest.skip("no bundle: headrace harness mini-swe-agent")
+    trainer = prepared(tmp_path, ATTEMPTS)
+    policy = (SHAPE, trainer.state.model.state())
+    async with harness_run(connect, tmp_path, "h3", "mini-swe-agent", [], policy=policy) as run:
+        sampling, limits = Sampling(max_turn_tokens=8), Limits(max_turns=3, max_tokens=999, context_tokens=8192)
+        records = []
+        for slot in range(ATTEMPTS):
+            each = await run.attempt(slot, limits=limits, sampling=sampling)
+            assert isinstance(each, Trajectory), each
+            logged = await run.turns(f"g-{slot}-0")
+            records.append(msgspec.structs.replace(each, turns=routes.filled(each.turns, logged)))
+    outcome = trained(trainer, records)
+    assert not outcome.failed, outcome.detail
+    sampled = sum(len(turn.ids) for each in records for turn in each.turns)
+    assert (outcome.max_abs_dlp, outcome.rescored_tokens, outcome.tokens) == (0.0, sampled, sampled)
