@@ -25,6 +25,8 @@ TEXTS = {
     "headrace <type>/<version> ": "the layout of a signed text",
 }
 """Starts of blocks that are neither commands nor settings."""
+PYTHON = ("extending.md", "clients.md")
+"""Pages whose python blocks run in tests: tests/test_snippets.py, tests/actors/feedback/test_client_groups.py."""
 UNTAGGED = {"README.md": 1, "architecture.md": 1}
 """Pages with fenced blocks without a language: diagrams."""
 
@@ -190,7 +192,7 @@ def test_every_fenced_block_has_a_language_that_a_test_reads() -> None:
             if language == "":
                 untagged[page.name] = untagged.get(page.name, 0) + 1
             elif language == "python":
-                assert page.name == "extending.md", "python blocks run in the tests of docs/extending.md only"
+                assert page.name in PYTHON, "no test runs the python blocks of this page"
             else:
                 # The proxies' blocks run in tests/gateway/test_proxies.py.
                 assert language in ("toml", "console", "nginx", "caddy"), f"{page.name}: no test reads {language}"

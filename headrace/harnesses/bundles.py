@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from headrace.config import Program
 from headrace.errors import MACHINE, HeadraceError
+from headrace.python_modules import module_command
 
 FOLDER = "harnesses"
 """Below `[environment] cache_dir`."""
@@ -111,11 +112,11 @@ def _python(part: Path, requirements: list[str]) -> dict[str, list[str]]:
     shutil.copy2(base / "bin" / version, part / "bin" / version)
     site = library / "site-packages"
     if requirements:
-        _run(sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(site), *requirements)
+        _run(*module_command("pip", "install", "-q", "--no-compile", "--target", str(site), *requirements))
     shutil.rmtree(site / "bin", ignore_errors=True)
     # Compiled files that name no time: the same content has the same name, and nothing compiles again.
-    compiled = ("-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", str(library))
-    subprocess.run((sys.executable, *compiled), check=False, capture_output=True)
+    compiling = ("compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", str(library))
+    subprocess.run(module_command(*compiling), check=False, capture_output=True)
     loader = _with_libraries(part)
     return {"python": [*loader, f"{{bundle}}/bin/{version}", "-sP"]}
 

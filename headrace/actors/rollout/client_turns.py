@@ -179,7 +179,7 @@ class ClientTurns:
             task.uncancel()
             return ClientTurnDone(failed="the turn was cut before its first token")
         except (UnusableConversation, Unsupported) as error:
-            return ClientTurnDone(refused=str(error), full=isinstance(error, _TooLong))
+            return ClientTurnDone(refused=str(error), full=isinstance(error, ConversationTooLong))
         except WrongSequence:
             await self._drop(request.group)
             return ClientTurnDone(failed="another rollout actor sampled a turn of this session at the same time")
@@ -284,7 +284,7 @@ class ClientTurns:
         opening, more = more, [*more, *forced]
         limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
         if limit < 1:
-            raise _TooLong(
+            raise ConversationTooLong(
                 # In the words by which Claude Code, OpenCode and LiteLLM know it, and shorten the history.
                 f"prompt is too long: {len(context) + len(more)} tokens, and the maximum context length is "
                 f"{request.context_tokens} with the answer: send a shorter history"
@@ -397,7 +397,7 @@ class ClientTurns:
         return Ack(detail=id)
 
 
-class _TooLong(UnusableConversation):
+class ConversationTooLong(UnusableConversation):
     """The conversation is longer than the policy's context."""
 
 

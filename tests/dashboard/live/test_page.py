@@ -252,7 +252,7 @@ VIEWS = (
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_no_view_has_a_serious_fault_of_access(site: Site, browser: "webdriver.Chrome", scheme: str) -> None:
     """Contrast, names of controls and pictures, keyboard: axe-core's rules."""
-    from selenium_axe_python import Axe
+    from selenium_axe_python.axe import Axe
 
     browser.set_script_timeout(PATIENCE_S)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -265,10 +265,10 @@ async def test_no_view_has_a_serious_fault_of_access(site: Site, browser: "webdr
     for view in VIEWS:
         browser.execute_script("location.hash = arguments[0]", f"#/t/{site.seq}" if view == "t" else f"#/{view}")
         await asyncio.to_thread(browser.execute_async_script, "requestAnimationFrame(() => setTimeout(arguments[0]))")
-        found = await asyncio.to_thread(axe.run)
+        faults = await asyncio.to_thread(axe.run)
         serious += [
             (view, fault["id"], fault["nodes"][0]["html"])
-            for fault in found["violations"]
+            for fault in faults["violations"]
             if fault["impact"] in ("serious", "critical")
         ]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
