@@ -94,14 +94,27 @@ async def main(seeds, after, wanted):
 
 asyncio.run(main(sys.argv[1], int(sys.argv[2]), set(sys.argv[3:])))
 """
-TURN = """
-import json, sys, urllib.request
+SESSION = """
+import json, sys, time, urllib.error, urllib.request
 url, key = sys.argv[1:]
-body = {"model": "latest", "user": "ada", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
-headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-with urllib.request.urlopen(asked, timeout=300) as answer:
-    print(answer.headers["X-Headrace-Session"])
+
+
+def call(path, body=None):
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}{path}", body and json.dumps(body).encode(), headers)
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(asked, timeout=300) as answer:
+                return json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError:
+            raise
+        except urllib.error.URLError:
+            time.sleep(0.1)  # a pod that has just started does not listen yet
+
+made = call("/v1/sessions", {"user": "ada", "suite": "generated/heldout", "task": "7"})
+where, state = f"/v1/sessions/{made['session']}", "queued"
+while state in ("queued", "running"):
+    state = call(f"{where}?wait=30")["state"]
 """
 
 
@@ -205,8 +218,8 @@ class Cluster:
     def replace(self, name: str) -> None:
         """Kill a pod with its host and what it had in its own files, and start another."""
         self.podman("pod", "rm", "--force", "--time", "0", f"{name}-pod-0")
-        self.run("ip", "netns", "del", name)
         self.run("ip", "link", "del", f"port{HOSTS[name]}")
+        self.run("ip", "netns", "del", name)
         self.start(name)
 
     def headrace(self, *words: str) -> str:
@@ -249,9 +262,9 @@ def test_a_version_is_served_in_each_pod_a_pod_is_replaced_and_a_user_is_purged(
     seen = json.loads(cluster.run(*python, "0", *samplers))
     assert set(samplers) <= set(seen["swapped"]) and seen["same"], seen
 
-    key = cluster.headrace("keys", "--add", "acme", "--scope", "turns", "--config", here).split()[-1]
-    url = "http://headrace-gateway:8750"
-    assert cluster.run(sys.executable, "-c", TURN, url, key).strip()
+    key = cluster.headrace("keys", "--add", "default", "--training", "--config", here).split()[-1]
+    session = (sys.executable, "-c", SESSION, "http://headrace-gateway:8750", key)
+    cluster.run(*session)
 
     for name in ("headrace-rollout", "headrace-gateway"):
         before = cluster.run(*python, "-1").strip()
@@ -259,12 +272,12 @@ def test_a_version_is_served_in_each_pod_a_pod_is_replaced_and_a_user_is_purged(
         if name == "headrace-rollout":
             again = json.loads(cluster.run(*python, before, samplers[0]))
             assert samplers[0] in again["swapped"] and again["same"]
-    assert cluster.run(sys.executable, "-c", TURN, url, key).strip(), "with the key that the first pod knew"
+    cluster.run(*session)  # with the key that the first pod knew
 
-    cluster.headrace("purge", "r1", "ada", "--tenant", "acme", "--config", here, "--output", f"{cluster.folder}/purge")
+    cluster.headrace("purge", "r1", "ada", "--config", here, "--output", f"{cluster.folder}/purge")
     statement = json.loads(json.loads((cluster.folder / "purge").read_text())["statement"])
     counted = {each["stream"]: each["count"] for each in statement["records"] if each["count"]}
-    assert {"HR_TURN", "HR_TRAJ"} & set(counted), counted
+    assert {"KV_HR_SESSION", "HR_EVENT"} <= set(counted), counted
     assert not statement["unreached"], "actors of pods that are gone are not waited for"
     reached = {name.rpartition(" on ")[2] for name in statement["reached"]}
     assert set(samplers) <= reached, reached
