@@ -70,7 +70,7 @@ class Step(msgspec.Struct, kw_only=True):
     generation_s: float = 0.0
     k1: float = 0.0
     max_abs_dlp: float = 0.0
-    """Of headrace alone: the sampler's log-probabilities beside the trainer's."""
+    """headrace only: the sampler's log-probabilities next to the trainer's."""
 
 
 class Plain(msgspec.Struct, kw_only=True):
@@ -169,7 +169,7 @@ def of_trl(args: argparse.Namespace, dtype: str, model: Path, prompts: list[list
 def of_headrace(
     args: argparse.Namespace, dtype: str, model: Path, folder: Path, name: str, more: Mapping[str, Any] | None = None
 ) -> Side:
-    """A round of headrace. more: settings beside the benchmark's own."""
+    """A round of headrace. more: settings on top of the benchmark's own."""
     home = folder / name
     home.mkdir()
     (home / "odd_reward.py").write_text(REWARD)

@@ -11,8 +11,8 @@ cores.
 
 --beside: with SGLang, which the interpreter's environment has, as the engine (`make first-token`). Then as many clients
 ask the same server itself, by /generate, for turns of the same lengths: `direct_ms` is the time to their first event,
-`alike_ms` that of requests with headrace's own body, which asks for log-probabilities and routes. `rollout_cpu_ms` and
-`gateway_cpu_ms` are the processor times of a turn there, on cores that the server needs too.
+`alike_ms` the same for requests with headrace's own body, which asks for log-probabilities and routes.
+`rollout_cpu_ms` and `gateway_cpu_ms` are the processor times of a turn there, on cores that the server also needs.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
 The attempts have random routes of a mixture (48 layers, 8 of 128 experts by default), which are the worst case: 242
 bytes a position hold a uniform choice. `route_bytes` and `broker_bytes` count one position; gigabytes and CPU-seconds
-count 15 million. Figures that begin with `shared` are those of a sampler and a trainer that share a folder (`[bus]
-blob_dir`).
+count 15 million. In figures that begin with `shared`, sampler and trainer share a folder (`[bus] blob_dir`).
 
     python -m benchmarks.records --attempts 24 --positions 4000
 """

@@ -153,7 +153,7 @@ PARTS = (
                 "chaos",
                 "stops, cut connections, kills of `headrace up`",
                 "{chaos[stops_and_cuts][kills]} stops and cuts, {chaos[restarts][kills]} kills: every run balances, {chaos_trained:,} of {chaos_issued:,} slots trained in all; children of a killed `up` gone within {chaos[restarts][gone_max_s]:.2f} s",
-                "the slowest recovery is that of a killed {slowest_kind}, {recovery[slowest_s]:.1f} s",
+                "slowest recovery: a killed {slowest_kind}, {recovery[slowest_s]:.1f} s",
                 "make chaos",
             ),
             Row(

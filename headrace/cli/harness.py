@@ -30,7 +30,7 @@ def add(commands: "Commands") -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="mini-swe-agent, codex, claude-code, opencode, or a table [harnesses.NAME]; those of [harness] by default",
+        help="mini-swe-agent, codex, claude-code, opencode, or a table [harnesses.NAME]; default: what [harness] names",
     )
     add_config(parser)
     parser.set_defaults(handler=harness)

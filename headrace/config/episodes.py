@@ -57,7 +57,7 @@ class Tasks(Section, frozen=True, kw_only=True):
     dir: Path = "suites"
     """Folder of the suites that `headrace tasks` makes or imports."""
     at_risk: bool = False
-    """Train on tasks at risk, too: a policy may pass them without a repair (docs/verdicts.md)."""
+    """Also train on tasks at risk, which a policy may pass without a repair (docs/verdicts.md)."""
     uncertified: bool = False
     """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
     certify: bool = False

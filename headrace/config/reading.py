@@ -193,8 +193,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
 
 
 def keys() -> Iterator[tuple[str, str, Any, Any]]:
-    """Section, key, type and default of every key of the configuration, without those of the tables [harnesses.NAME],
-    which have names of the user's own."""
+    """Section, key, type and default of every key of the configuration, without the tables [harnesses.NAME], whose
+    names are the user's."""
     defaults = Config()
     for section in msgspec.structs.fields(Config):
         if section.name == "harnesses":

@@ -206,7 +206,7 @@ class Lora(Section, frozen=True, kw_only=True):
     alpha: Annotated[float, Meta(gt=0.0, le=65536.0)] = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: tuple[Annotated[str, Meta(max_length=64)], ...] = ()
-    """Adapted projections, by the last part of Hugging Face's names; empty: all of attention, and those of a dense MLP.
+    """Adapted projections, by the last part of Hugging Face's names; empty: all of attention and of a dense MLP.
     Experts are adapted where their name is given, by the provider transformers alone."""
 
 

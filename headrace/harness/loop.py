@@ -159,7 +159,7 @@ class _Attempt:
         return 1 + max((turn.segment for turn in self.turns), default=-1)
 
     async def _talk(self, context: Context, budget: _Budget) -> Outcome:
-        """One agent's turns until it ends: first those of the log, then sampled ones."""
+        """One agent's turns until it ends: first the recorded ones, then sampled ones."""
         while True:
             if self._logged and self._logged[0].caller == budget.caller:
                 turn = self._logged.popleft()

@@ -58,7 +58,7 @@ def find(cache: Path, program: Program) -> Bundle | None:
 
 
 def make(cache: Path, program: Program) -> Bundle:
-    """Make a program's bundle, or find it; that of a folder is made again, because the folder may have changed.
+    """Make a program's bundle, or find it. A folder's bundle is made again, because the folder may have changed.
     BundleError."""
     if (found := find(cache, program)) is not None and not program.install.startswith("folder:"):
         return found

@@ -19,8 +19,8 @@ from headrace.policy.seam import PolicyModel
 
 
 def build(config: PolicyConfig, numerics: Numerics, *, seed: int | None = None, device: str = "cpu") -> PolicyModel:
-    """The model of a policy. seed None leaves the parameters unset. The transformers provider sets those of adapters
-    alone: the others come from a folder. device: of the parameters; meta takes no memory."""
+    """The model of a policy. seed None leaves the parameters unset. The transformers provider sets the adapters alone:
+    the other parameters come from a folder. device: of the parameters; meta takes no memory."""
     if config.source:
         from headrace.policy.hugging.model import HuggingModel  # it imports transformers
 

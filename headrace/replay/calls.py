@@ -107,7 +107,7 @@ async def rerun(
 
 
 def in_order(turns: Sequence[Turn], caller: str | UnsetType = UNSET) -> Iterator[tuple[Turn, ToolCall, ToolResult]]:
-    """The answered calls in the order in which they ran: those of a child agent before the call that ran it ends."""
+    """The answered calls in the order in which they ended: a child agent's calls before the call that ran it."""
     for turn in turns:
         if turn.caller == caller:
             for call, result in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers

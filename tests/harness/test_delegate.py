@@ -98,7 +98,7 @@ async def test_a_child_works_in_the_workspace_and_its_report_returns(episode: Ca
     assert sorted(engine.closed) == ["g000001-0-0/0", "g000001-0-0/1"]
     assert differing(whole.turns, made.task.prompt, format(), 6, system=made.task.system) == ()
     ran = [call.id for _, call, _ in in_order(whole.turns)]
-    assert ran == ["1.0", "2.0", "3.0", "4.0", "0.0", "5.0", "6.0"], "a call ends after those of its child"
+    assert ran == ["1.0", "2.0", "3.0", "4.0", "0.0", "5.0", "6.0"], "a call ends after the calls of its child"
 
 
 async def test_an_attempt_resumes_at_every_record(episode: Callable[..., Any], made: Made) -> None:

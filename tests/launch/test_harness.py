@@ -1,4 +1,4 @@
-"""`headrace up` with a harness beside headrace's own agent: trained, replayed, audited."""
+"""`headrace up` with a harness and headrace's own agent: trained, replayed, audited."""
 
 import json
 from pathlib import Path

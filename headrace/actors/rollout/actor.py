@@ -317,7 +317,7 @@ class Rollout(Actor):
     async def _serving(
         self, request: RolloutRequest, task: Task, episode: Episode | MessageEpisode
     ) -> AsyncIterator[tuple[Engine, Any]]:
-        """The engine and the format of an attempt: for a harness, those of clients' turns. NoPolicy."""
+        """The engine and the format of an attempt; a harness has the format of clients' turns. NoPolicy."""
 
         def oracle() -> Oracle:
             return self._suite(request.task.suite).oracle(request.task.task)

@@ -137,7 +137,7 @@ def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
 
 
 def _logprobs(reply: ModelReply, request: ModelRequest) -> dict[str, Any] | None:
-    """Those of the text; beside token ids those of every id, named as vLLM names it."""
+    """Log-probabilities of the text's tokens; with token ids asked for, of every id, named as vLLM names it."""
     if not request.logprobs:
         return None
     if reply.tokens is None:

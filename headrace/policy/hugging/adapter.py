@@ -2,7 +2,7 @@
 
 Projections are wrapped by their names. Experts are one parameter for all of a layer, which PEFT adapts as a whole where
 its name is among the targets. A version publishes W under the name that it has without adapters, and A and B under
-those of a PEFT folder.
+the names of a PEFT folder.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from headrace.policy.hugging import library
 
 
 def resolved(c: PolicyConfig, rank: int, alpha: float, targets: Sequence[str]) -> Adapter:
-    """The adapter with these targets; without any, all projections of the blocks but those of routers and experts.
+    """The adapter with these targets; without any, all projections of the blocks except routers and experts.
     CheckpointError for one that no block has, and where PEFT is not installed."""
     _peft()
     model = library.skeleton(c.source, c.torch_dtype)
@@ -46,7 +46,7 @@ def resolved(c: PolicyConfig, rank: int, alpha: float, targets: Sequence[str]) -
 def _experts(block: nn.Module) -> list[str]:
     """The last names of parameters that hold a matrix of every expert."""
     names = [path.rpartition(".")[2] for path, value in block.named_parameters() if value.dim() == 3]
-    return [name for name in names if name != "weight"]  # that of a convolution
+    return [name for name in names if name != "weight"]  # a convolution has this name
 
 
 def skeleton(config: PolicyConfig) -> Any:
@@ -74,7 +74,7 @@ def skeleton(config: PolicyConfig) -> Any:
 
 
 def plain(name: str) -> str:
-    """The published name of a parameter: that of a model without adapters, or of a PEFT folder."""
+    """The published name of a parameter: as in a model without adapters, or in a PEFT folder."""
     if ".lora_" in name:
         return name.replace(".default.", ".")
     return name.replace(".base_layer", "")

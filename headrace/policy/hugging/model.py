@@ -41,7 +41,7 @@ class HuggingModel(PolicyModel):
     def __init__(
         self, config: PolicyConfig, numerics: Numerics, *, seed: int | None = None, device: str = "cpu"
     ) -> None:
-        """The parameters are unset, but with a seed those of adapters. device: of the parameters; meta takes no memory.
+        """The parameters are unset; a seed sets the adapters alone. device: of the parameters; meta takes no memory.
         CheckpointError."""
         super().__init__(config, numerics)
         model = adapter.skeleton(config)

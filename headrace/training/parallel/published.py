@@ -129,7 +129,7 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
     in the others it gets them from the process of copy 0 that has the same ones. Returns the bytes that were read here,
     for itself and for other nodes, or by that process. All processes call it. CheckpointError of the policy."""
     count = 0
-    # A folder has no adapters, nor has a version of a policy without them: those of this one stay.
+    # Neither a folder nor a version of a policy without adapters has any: the ones that are here stay.
     adapted = source.is_file() and any(map(low_rank.is_published, tensor_state.read(source)))
     adapted = any(world.gathered(adapted, bool))
     whole = places(config, sharded.shapes)

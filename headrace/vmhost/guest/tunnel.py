@@ -1,7 +1,7 @@
 """Connections from a sandbox's loopback through the host: an HTTP proxy, or an endpoint that answers them itself.
 
 There is no network card. A process of the tools' user listens on loopback and passes bytes through the slot's channel
-(its standard input and output are those of a job). The proxy understands CONNECT and absolute URLs; the host resolves
+(a job has its standard input and output). The proxy understands CONNECT and absolute URLs; the host resolves
 names and decides (vmhost/network.py), and a refused request is answered with status 403. A connection to the endpoint
 (`StartEndpoint`) is open at once, and the caller of the sandbox answers it.
 

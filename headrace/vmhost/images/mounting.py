@@ -1,6 +1,6 @@
 """A harness's bundle as a read-only file system below an image: the image's own files come first, and none is hidden.
 
-The file system is made once from the bundle's folder, and lies beside it in the cache. A template's name carries the
+The file system is made once from the bundle's folder, and lies next to it in the cache. A template's name carries the
 bundle's digest behind `MARK`, so a machine with a harness is another template than one without.
 """
 

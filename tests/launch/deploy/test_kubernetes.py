@@ -4,7 +4,7 @@ after it.
 
 podman 4.3 has no scheduler, no DNS of services and no StatefulSet, and its secrets, subPath mounts, named ports and
 probes do not work; `played` puts the same contents, names and ports there by other means. Images, commands, users,
-claims and volumes are those of the manifests.
+claims and volumes come from the manifests.
 """
 
 import json
@@ -36,7 +36,7 @@ pytestmark = [
     ),
 ]
 PODS = ("trainer", "curriculum", "environment", "judge", "gateway", "rollout", "rollout-2")
-"""Each on a host of its own, beside the broker's; `rollout-2` is what a second replica of `rollout` is."""
+"""Each on a host of its own, and the broker on another; `rollout-2` is what a second replica of `rollout` is."""
 HOSTS = {f"headrace-{name}": number for number, name in enumerate(PODS, 2)} | {"nats": 1}
 CONF = """
 [engine]

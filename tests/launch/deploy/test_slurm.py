@@ -230,7 +230,9 @@ def test_the_job_trains_is_requeued_and_continues(cluster: Cluster, tmp_path: Pa
     state = cluster.run("scontrol", "show", "job", number)
     assert "Restarts=1" in state, state
     steps = cluster.run("scontrol", "show", "step", number)
-    assert sum("NodeList=n2\n" in each for each in steps.split("StepId=")) == 1, "the rank that joined, beside both's"
+    assert sum("NodeList=n2\n" in each for each in steps.split("StepId=")) == 1, (
+        "the rank that joined, and what both nodes start"
+    )
     report = json.loads(cluster.run(binary, "audit", "r1", "--config", str(job / "here.toml"), cwd=job))
     assert report["balanced"] and report["trained"] > 0, report
     seen = json.loads(cluster.run(sys.executable, "-c", NODES, seeds))

@@ -37,7 +37,7 @@ def turns(asked: dict[str, Any]) -> list[dict[str, Any]]:
         max_num_seqs=256,
         generation_config="vllm",
         seed=1,
-        # This build's operator turns queries wrongly whose heads are apart, as those of latent attention and lfm2.
+        # This build's operator rotates queries wrongly whose heads are apart: latent attention's and lfm2's.
         compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         **asked["settings"],
     )

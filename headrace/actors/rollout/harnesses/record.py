@@ -1,7 +1,7 @@
 """The turns of an attempt whose agent holds several conversations: one turn log, a segment for each conversation.
 
 A conversation is a session of the gateway's state machine. Its turns are stored as the attempt's own, numbered in the
-order in which they were sampled; so replay, audit, judge and trainer read them as they read those of headrace's agent.
+order in which they were sampled, so replay, audit, judge and trainer read them as any attempt's turns.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ class Tunnel:
     """The endpoint of one sandbox: `open`, then `serve` until it is cancelled or the sandbox ends."""
 
     def __init__(self, sandbox: Sandbox, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """protocol: makes that of a connection."""
+        """protocol: makes the protocol of a connection."""
         self._sandbox, self._protocol = sandbox, protocol
         self._connections: dict[int, _Connection] = {}
         self._records = Records()
@@ -112,7 +112,7 @@ class _Connection(asyncio.Transport):
             self._flush()
 
     def taken(self, count: int) -> None:
-        """The sandbox delivered so many bytes."""
+        """The sandbox has delivered `count` bytes."""
         self._window = min(WINDOW, self._window + count)
         self._flush()
 

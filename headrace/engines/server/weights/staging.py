@@ -8,7 +8,7 @@ bits that the trainer published, or the version is refused before any request is
 The path never changes, because the server renames its model after every path that it loads.
 
 A policy with adapters is two things here: the weights under them, written once, which the server starts with, and the
-adapter of a version as a PEFT folder, which it loads beside them. They are copies: the file has both.
+adapter of a version as a PEFT folder, which it loads on top. They are copies: the file has both.
 """
 
 import json
@@ -28,7 +28,7 @@ from headrace.weights import snapshot, tensor_state
 from headrace.weights.state import WeightError
 
 ADAPTER = "adapter"
-"""The folder with a version's adapter, in that of the checkpoint under it."""
+"""The folder with a version's adapter, inside the checkpoint's folder."""
 RECENT = 4
 """Number of files that are known."""
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}

@@ -1,4 +1,4 @@
-"""CPU of an attempt with a harness above that of headrace's own agent: tunnel, endpoint and recording.
+"""CPU that an attempt with a harness needs on top of headrace's own agent: tunnel, endpoint and recording.
 
 The same three commands by both. Counted are the actors (one process here), the broker, and the sandbox's agents with
 the tunnel's end in them; the harness itself, and what it runs, are not.
