@@ -12,7 +12,7 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.grading import examined
 from headrace.judging.verdicts import Verdict, conclude
 from headrace.messages.judging import Score
-from headrace.messages.rollout import Trajectory
+from headrace.messages.rollout import HarnessEnd, Trajectory
 from headrace.messages.sandbox import OpResult, Snapshot
 from headrace.messages.sandbox import TestOutcome as Outcome
 from headrace.messages.subjects import SCORE
@@ -62,6 +62,7 @@ DO_NOT: dict[str, Any] = {
     "turns_from": 7,
     "malformed_calls": 2,
     "rollout": "r",
+    "harness": HarnessEnd(name="mine", code=0, requests=1, rewritten=0),
 }
 NEVER = {"altered"}
 """A field that ends every comparison."""

@@ -69,7 +69,7 @@ OTHERS = {
     "acp": "read no records",
     "trainer join": "starts ranks, which take their records from the trainer",
     "tasks make, tasks import, tasks certify, tasks export, tasks probe, tasks show": "files",
-    "policy from-gguf, policy from-lora, mcp serve, keys, images": "files",
+    "policy from-gguf, policy from-lora, mcp serve, keys, images, harness": "files",
     "vm build, vm run, vm gc": "sandboxes",
 }
 """Commands that are not run here, and why."""

@@ -38,6 +38,7 @@ Verifier: image=image
 Artifact: path=inside exclude=inside
 StepTests: name hidden=inside solution=inside script allowed=inside min_reward
 Acquire: run lane group template=image workdir=inside hostname=host network=place requires files=inside
+  harness=harness
 Acquired: node sandbox secret backend=backend capabilities machine digest
 SandboxCall: sandbox secret call_id
 Exec: argv=inside cwd=inside env=inside user=inside
@@ -65,7 +66,8 @@ SearchRequest: run template=file base files=inside deleted=inside query model
 SearchReply: node root model failure detail
 Hit: path lines chunk
 Array: dtype
-RolloutRequest: run group=id prompt files=inside
+Mounted: folder=inside runners=inside
+RolloutRequest: run group=id prompt files=inside harness=harness
 PolicyRef: name=script run=run
 Workspace: name=id node=node
 TurnSampled: run trajectory=id node=node sandbox fingerprint
@@ -73,6 +75,8 @@ ToolCall: id name=tool arguments=inside error wire_id alias
 ToolResult: call_id output
 Retrieved: root model chunks
 TurnDone: run trajectory
+Turn: caller
+HarnessEnd: name said
 Snapshot: diff=inside deleted=inside originals=inside touched=inside
 Trajectory: run group id=id family diff=inside deleted=inside originals=inside touched=inside digest_before machine
   digest_after fingerprint renderer=hash backend=backend rollout
@@ -81,7 +85,7 @@ SlotFailed: run group reason detail rollout
 RendererBundle: renderer=renderer tokenizer_json chat_template=template template_kwargs special_tokens generation
   system date tools plugin
 RendererRecord: run sha256=hash
-EvalRequest: id run suite=suite ids=task reason
+EvalRequest: id run suite=suite ids=task reason harnesses=harness
 EvalResult: id run suite=suite passes families reason
 Score: run group family judge_version parts suspicions reason content certificate
 StepScore: name reason
@@ -114,6 +118,7 @@ Feedback: tenant user run trajectory comment untrainable
 FeedbackSettled: run detail branch group
 FeedbackPurged: run user branch
 PurgedFeedback: group
+ClientGroup: run group sessions
 Branch: run base_run=run base_hash
 ShadowTurn: run detail
 GateState: run evaluations
@@ -184,6 +189,7 @@ KINDS = {
     "id": "subjects and keys",
     "node": "subjects and keys",
     "backend": "the registry of sandbox backends",
+    "harness": "the harnesses of the node's configuration",
     "plugin": "compared with this node's plugins",
     "inside": "a sandbox",
 }

@@ -45,8 +45,8 @@ def test_built_in_backends_declare_what_they_can_do() -> None:
     assert backend_class("auto") is backend_class("qemu") is CloneBackend
     assert capabilities("qemu").missing(("isolated", "fork", "inspect", "hostname", "network_list")) == []
     limits = ("limit_vcpus", "limit_memory")
-    assert capabilities("process").names() == ("network_list", *limits)
-    assert capabilities("container").names() == ("upper_diff", "bounded", *limits, "limit_disk")
+    assert capabilities("process").names() == ("harness", "network_list", *limits)
+    assert capabilities("container").names() == ("harness", "upper_diff", "bounded", *limits, "limit_disk")
 
 
 def test_an_unknown_backend_is_one_sentence() -> None:
