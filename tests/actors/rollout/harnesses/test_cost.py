@@ -1,7 +1,7 @@
 """CPU that an attempt with a harness needs on top of headrace's own agent: tunnel, endpoint and recording.
 
-The same three commands by both. Counted are the actors (one process here), the broker, and the sandbox's agents with
-the tunnel's end in them; the harness itself, and what it runs, are not.
+The same three commands by both. Counted are the actors (one process here) and the broker. The processes of the sandbox
+are not: its agent, the tunnel's end, the harness and what it runs.
 """
 
 import json
