@@ -39,7 +39,8 @@ async def test_a_run_without_an_actor_that_it_needs_ends_and_names_it(connect: C
 
     beating = asyncio.create_task(others_live())
     try:
-        with pytest.raises(Unrecoverable, match=rf"no {absent} of run {run} was alive for 1 s .* actor {absent} --config TOML --run"):
+        says = rf"no {absent} of run {run} was alive for 1 s .* actor {absent} --config TOML --run"
+        with pytest.raises(Unrecoverable, match=says):
             async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
                 await FakeWorkers(admin, run, groups_per_step=2, bound=1).serve(0)
                 await asyncio.Event().wait()
