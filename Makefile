@@ -33,7 +33,7 @@ TRL     := .cache/trl
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size size-path
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-harnesses clients-newest test-sglang first-token test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size size-path
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -138,6 +138,10 @@ NPM  := codex claude opencode continue aisdk
 test-clients: setup proxies $(PYPI:%=$(CLIENTS)/%/.installed) $(NPM:%=$(CLIENTS)/%/.installed) $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset and loops of verifiers and OpenEnv, Harbor with Python 3.12 (installs 3 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) $(if $(NEWEST),-U openai anthropic,-c constraints.txt) -e '.[clients]'
 	$(BIN)/pytest -m clients tests/gateway tests/actors/feedback tests/tasks/importing tests/tasks/exporting
+
+test-harnesses: setup ## unmodified harnesses in sandboxes: their bundles, then a bug fixed by each (Node is needed, takes minutes)
+	$(BIN)/headrace harness mini-swe-agent codex claude-code opencode
+	$(BIN)/pytest -m clients tests/actors/rollout/harnesses
 
 clients-newest: ## the same with the newest of these programs that install
 	rm -f $(CLIENTS)/*/.installed

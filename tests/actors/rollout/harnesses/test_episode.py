@@ -119,8 +119,7 @@ async def test_every_conversation_is_recorded_exactly_and_trained(connect: Conne
 @pytest.mark.timeout(900)
 async def test_twenty_attempts_of_mini_swe_agent_are_scored_again_to_the_bit(connect: Connect, tmp_path: Path) -> None:
     """An untrained policy answers it: it complains of the format, and asks again."""
-    if bundles.find(CACHE, KNOWN["mini-swe-agent"]) is None:
-        pytest.skip("no bundle: headrace harness mini-swe-agent")
+    assert bundles.find(CACHE, KNOWN["mini-swe-agent"]), "make its bundle: headrace harness mini-swe-agent"
     trainer = prepared(tmp_path, ATTEMPTS)
     policy = (SHAPE, trainer.state.model.state())
     async with harness_run(connect, tmp_path, "h3", "mini-swe-agent", [], policy=policy) as run:

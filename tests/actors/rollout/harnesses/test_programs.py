@@ -1,5 +1,5 @@
 """Harnesses that other people released, unmodified: each fixes a bug by a scripted policy, and is judged
-(`make test-clients`; the bundles are made by `headrace harness`)."""
+(`make test-harnesses`, which makes the bundles)."""
 
 import os
 from pathlib import Path
@@ -49,8 +49,7 @@ BACKENDS = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_program_fixes_a_bug_and_is_judged(connect: Connect, tmp_path: Path, case: Case, backend: str) -> None:
-    if bundles.find(CACHE, programs.KNOWN[case.name]) is None:
-        pytest.skip(f"no bundle: headrace harness {case.name}")
+    assert bundles.find(CACHE, programs.KNOWN[case.name]), f"make its bundle: headrace harness {case.name}"
     if (backend, case.name) == ("qemu", "opencode") and not os.path.exists("/dev/kvm"):
         pytest.skip("emulated, its program asks for no turn within ten minutes")
     fix: Said = fixes(case.call, case.key)
