@@ -221,6 +221,13 @@ PARTS = (
                 readme=True,
             ),
             Row(
+                "weight_node",
+                "one file of a version on a node, for trainer, sender, receiver and servers",
+                "{node[copies]} copy in memory, {node[files_on_disk]} files on disk; {node[large_s]:.0f} s from update to served, computed for 57 GiB (15 is the target)",
+                "a mixture of {node[gib]:.2f} GiB; nothing of it ran on a GPU; two more runs gave 23 and 19 s, because the write varies",
+                "python -m benchmarks.weight_node",
+            ),
+            Row(
                 "swap_pause",
                 "a swap while tokens are sampled",
                 "a decode step of {swap_pause[swap_step_p50_ms]:.2f} ms at the median instead of {swap_pause[calm_step_p50_ms]:.2f}; {swap_pause[tokens_with_other_bits]} of {swap_pause[tokens_rescored]:,} tokens with other bits",
@@ -409,6 +416,7 @@ def fields() -> dict[str, Any]:
         "poison_capped": files["feedback_poison"]["targets"]["capped_moved_points"]["value"],
         "poison_uncapped": files["feedback_poison"]["targets"]["uncapped_moved_points"]["value"],
         "ft": files["first_token"],
+        "node": files["weight_node"],
         "abuse": files["gateway_abuse"]["p99_ratios"],
         "cheats": len(CHEATS),
         "honest": len(HONEST),
