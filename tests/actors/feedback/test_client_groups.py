@@ -157,8 +157,7 @@ async def test_what_is_too_old_for_its_batch_is_late(tmp_path: Path) -> None:
 async def test_a_loop_of_another_package_trains_the_run(tmp_path: Path, package: str) -> None:
     """The package runs the attempts, one step trains on them, and the ids that the loop read are the record's."""
     python = ROOT / ".cache" / "clients" / package / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{python} is missing; make test-clients")
+    assert python.exists(), f"{python} is missing: make test-clients"
     taught = Taught(tests=0.0 if package == "verifiers" else 0.5, trigger=0.5, tokens=40_000)
     async with world(tmp_path, 1, taught) as (running, users):
         words = [str(PROGRAMS / f"{package}_loop.py"), running.url, users.http.headers["x-api-key"], f"{SIZE}", "2"]
