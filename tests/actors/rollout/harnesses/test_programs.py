@@ -1,7 +1,6 @@
 """Harnesses that other people released, unmodified: each fixes a bug by a scripted policy, and is judged
 (`make test-harnesses`, which makes the bundles)."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import pytest
 from headrace.harnesses import bundles, programs
 from headrace.messages.rollout import Trajectory
 from headrace.vmhost.backends.container.backend import unavailable
+from headrace.vmhost.qemu import process
 from tests.conftest import Connect
 from tests.support.client_engine import Said
 from tests.support.harness_images import CACHE, FIX, SUITE, image_task
@@ -50,8 +50,8 @@ BACKENDS = [
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_program_fixes_a_bug_and_is_judged(connect: Connect, tmp_path: Path, case: Case, backend: str) -> None:
     assert bundles.find(CACHE, programs.KNOWN[case.name]), f"make its bundle: headrace harness {case.name}"
-    if (backend, case.name) == ("qemu", "opencode") and not os.path.exists("/dev/kvm"):
-        pytest.skip("emulated, its program asks for no turn within ten minutes")
+    if (backend, case.name) == ("qemu", "opencode") and (why := process.no_kvm()):
+        pytest.skip(f"emulated, its program asks for no turn within ten minutes: {why}")
     fix: Said = fixes(case.call, case.key)
     where: dict[str, Any] = {"limits": msgspec.structs.replace(LIMITS, wall_s=600.0)}
     if backend != "process":
