@@ -60,6 +60,18 @@ async def test_a_key_has_a_rate(tmp_path: Path) -> None:
                 assert answer.status == 429 and 1 <= int(answer.headers["Retry-After"]) <= 10
 
 
+async def test_models_are_listed_and_each_is_retrieved(served: Served) -> None:
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.get(f"{served.url}/v1/models") as answer:
+            listed = (await answer.json())["data"]
+        assert "latest" in [model["id"] for model in listed]
+        for model in listed:
+            async with session.get(f"{served.url}/v1/models/{model['id']}") as answer:
+                assert answer.status == 200 and await answer.json() == model
+        async with session.get(f"{served.url}/v1/models/other") as answer:
+            assert answer.status == 404
+
+
 async def test_a_session_is_rated_under_the_id_that_its_turns_name(served: Served) -> None:
     body = {"model": "latest", "messages": [{"role": "user", "content": "x"}]}
     async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
