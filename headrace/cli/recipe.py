@@ -17,7 +17,7 @@ Written from the model, the suite and the hardware named above; every value has 
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("init", help="write the configuration of a run on GPUs, each value with its reason")
+    parser = commands.add_parser("init", help="write a run for GPUs, each value with its reason")
     parser.add_argument("out", metavar="RUN.toml", help="the file to write; an existing one is refused")
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder to train")
     parser.add_argument("--tasks", required=True, metavar="SUITE", help="suite to train on")
