@@ -49,7 +49,7 @@ def talk(url: str, key: str, turns: int) -> dict[str, Any]:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "from 8:30 to 19:00"})
         if not reply.get("tool_calls"):
             messages.append({"role": "user", "content": "Go on."})
-    post(f"{url}/v1/client/sessions/{session}/feedback", key, {"thumb": "up"})
+    post(f"{url}/v1/sessions/{session}/feedback", key, {"thumb": "up"})
     return {"session": session, "turns": turns, "calls": calls, "tokens": tokens}
 
 

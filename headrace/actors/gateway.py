@@ -385,7 +385,8 @@ class Gateway(Actor):
                     await self._on_dead_letter(letter)
 
     async def _on_trajectory(self, trajectory: Trajectory, time_s: float) -> None:
-        if trajectory.lane != "production":  # a client's attempts, again as a group that is trained on
+        # A client's session is the clients', and its attempts in a group that is trained on are nobody's here.
+        if trajectory.lane != "production" or trajectory.capture is not None:
             return
         session = self.sessions.runs.get(trajectory.group)
         if session is None:

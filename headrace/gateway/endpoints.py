@@ -10,10 +10,9 @@
     POST /v1/sessions/ID/reward                                the same
     DELETE /v1/sessions/ID                                     end the session without a rating
 
-The last three also stand under /v1/client/sessions. The gateway actor routes /v1/sessions, which headrace's own agent
-shares. Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID that requests may name
-in the same header, and the ID to rate. `X-Headrace-Left-Out` names the request's keys that nothing honours
-(docs/request_keys.md).
+The gateway actor routes /v1/sessions, which headrace's own agent shares. Every turn's answer names its session in the
+header `X-Headrace-Session`; that is the ID that requests may name in the same header, and the ID to rate.
+`X-Headrace-Left-Out` names the request's keys that nothing honours (docs/request_keys.md).
 
 The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. A streamed turn goes out as it is
 sampled. While nothing is sampled, comments are sent on the connection, so that neither a proxy nor the client considers
@@ -113,11 +112,8 @@ class Endpoints:
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
         turns = [web.post(dialect.path, keyed(self._turn(dialect))) for dialect in DIALECTS]
-        where = "/v1/client/sessions"
         return [
             *turns,
-            *(web.post(f"{where}/{{session}}/{rating}", keyed(self.rate)) for rating in ("feedback", "reward")),
-            web.delete(f"{where}/{{session}}", keyed(self.close)),
             web.post("/v1/messages/count_tokens", self._count),
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name}", self._model),

@@ -77,15 +77,15 @@ async def test_a_session_is_rated_under_the_id_that_its_turns_name(served: Serve
     async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
         async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
             named = answer.headers["X-Headrace-Session"]
-        async with session.post(f"{served.url}/v1/client/sessions/{named}/feedback", json={"thumb": "up"}) as answer:
+        async with session.post(f"{served.url}/v1/sessions/{named}/feedback", json={"thumb": "up"}) as answer:
             assert answer.status == 200
-        async with session.post(f"{served.url}/v1/client/sessions/{named}/feedback", json={"thumb": []}) as answer:
+        async with session.post(f"{served.url}/v1/sessions/{named}/feedback", json={"thumb": []}) as answer:
             assert answer.status == 400
-        async with session.delete(f"{served.url}/v1/client/sessions/{named}") as answer:
+        async with session.delete(f"{served.url}/v1/sessions/{named}") as answer:
             assert answer.status == 404
-        async with session.post(f"{served.url}/v1/client/sessions/{named}/reward", json={"reward": 0.25}) as answer:
+        async with session.post(f"{served.url}/v1/sessions/{named}/reward", json={"reward": 0.25}) as answer:
             assert answer.status == 200 and (await answer.json())["thumb"] == "down"
-        async with session.post(f"{served.url}/v1/client/sessions/{named}/reward", json={"reward": 1.5}) as answer:
+        async with session.post(f"{served.url}/v1/sessions/{named}/reward", json={"reward": 1.5}) as answer:
             assert answer.status == 400
     assert served.sampler.rated == [(named, NewRating(thumb="up")), (named, NewRating(reward=0.25))]
 
@@ -148,7 +148,7 @@ async def test_a_key_opens_the_routes_of_its_scopes_alone(tmp_path: Path) -> Non
                     told = await answer.json()
                     assert (answer.status, told["error"]["type"]) == (403, kind)
                     assert "lacks the scope 'turns'; it has feedback" in told["error"]["message"]
-            async with session.post(f"{served.url}/v1/client/sessions/s1/reward", json={"reward": 1}) as answer:
+            async with session.post(f"{served.url}/v1/sessions/s1/reward", json={"reward": 1}) as answer:
                 assert answer.status == 200
     assert not served.sampler.asked
 

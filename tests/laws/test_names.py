@@ -80,9 +80,6 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {
     "GET /v1/agent-sets/{set}": None,
     "GET /v1/agent-sets/{set}/comparison": None,
     "POST /v1/agent-sets/{set}/merge": agent_bodies.Merge,
-    "POST /v1/client/sessions/{session}/feedback": bodies.NewRating,
-    "POST /v1/client/sessions/{session}/reward": bodies.NewRating,
-    "DELETE /v1/client/sessions/{session}": None,
     "GET /v1/models": None,
     "GET /v1/models/{name}": None,
 }

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aiohttp import web
+
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Endpoints
 from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
 from headrace.gateway.sessions import Caller
-from headrace.gateway.tenants.admission import Admission
+from headrace.gateway.tenants.admission import Admission, keyed
 from headrace.messages.product import ApiKey, ClientCall, ClientSession, ClientUsage
 from tests.support.api_keys import KnownKeys
 
@@ -94,7 +96,12 @@ async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener(Endpoints(sampler, report, PLACES).routes(), Admission(keys).admit, report)
+    turns = Endpoints(sampler, report, PLACES)
+    sessions = [  # as the gateway actor routes a session of a client
+        *(web.post(f"/v1/sessions/{{session}}/{rating}", keyed(turns.rate)) for rating in ("feedback", "reward")),
+        web.delete("/v1/sessions/{session}", keyed(turns.close)),
+    ]
+    listener = Listener([*turns.routes(), *sessions], Admission(keys).admit, report)
     try:
         yield Served(await listener.start("127.0.0.1", 0), key, sampler, keys)
     finally:

@@ -78,7 +78,7 @@ class Clients:
             if not calls:
                 messages[-1].pop("tool_calls")
                 messages.append({"role": "user", "content": ask(number + 1)})
-        await self._send("DELETE", f"{url}/v1/client/sessions/{group}", None, {})
+        await self._send("DELETE", f"{url}/v1/sessions/{group}", None, {})
 
     async def _send(
         self, method: str, url: str, body: dict[str, Any] | None, headers: dict[str, str]

@@ -155,7 +155,7 @@ async def test_a_session_is_sampled_recorded_and_rated(
         client.say("go on")
         second = await client.turn()
         group = client.session
-        url = f"{client.url}/v1/client/sessions/{group}/feedback"
+        url = f"{client.url}/v1/sessions/{group}/feedback"
         async with client.http.post(url, json={"thumb": "up"}) as answer:
             assert answer.status == 200, await answer.text()
         async with client.http.post(url, json={"thumb": "up"}) as answer:
@@ -206,11 +206,11 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
     async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
         await client.turn()
         group = client.session
-        url = f"{client.url}/v1/client/sessions/{group}"
+        url = f"{client.url}/v1/sessions/{group}"
         async with client.http.delete(url) as answer:
             assert answer.status == 200, await answer.text()
         other = {"x-api-key": await made(operator, "other", client.gateway, training=True)}
-        for path, headers in ((url, other), (f"{client.url}/v1/client/sessions/a.b", {}), (f"{url}*", {})):
+        for path, headers in ((url, other), (f"{client.url}/v1/sessions/a.b", {}), (f"{url}*", {})):
             async with client.http.post(f"{path}/feedback", json={"thumb": "up"}, headers=headers) as answer:
                 assert answer.status == 404
         async with client.http.post(f"{url}/reward", json={"reward": 0.25, "comment": "a judge"}) as answer:
@@ -222,8 +222,8 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
             headers={"x-api-key": await made(operator, "acme", client.gateway)},
         ) as answer:
             private = answer.headers["X-Headrace-Session"]
-        await client.http.delete(f"{client.url}/v1/client/sessions/{private}")
-        path = f"{client.url}/v1/client/sessions/{private}/feedback"
+        await client.http.delete(f"{client.url}/v1/sessions/{private}")
+        path = f"{client.url}/v1/sessions/{private}/feedback"
         async with client.http.post(path, json={"thumb": "up"}) as answer:
             told = await answer.json()
             assert told["outcome"] == "opted_out" and "acme did not opt in" in told["reason"]
@@ -242,7 +242,7 @@ async def test_a_session_of_a_client_names_the_plugins_that_sampled_it(
     async with living(Rollout, settings, await connect("rollout", node="n1"), run, "product"):
         await client.turn()
         group = client.session
-        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as answer:
+        async with client.http.delete(f"{client.url}/v1/sessions/{group}") as answer:
             assert answer.status == 200
     end = await trajectory_of(await connect("admin"), run, group)
     assert [(plugin.seam, plugin.name, len(plugin.source)) for plugin in end.plugins] == [("engines", name, 64)]
@@ -256,7 +256,7 @@ async def test_another_rollout_actor_goes_on(connect: Connect, client: Client, r
     async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "second"):
         await client.turn()
         group = client.session
-        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as answer:
+        async with client.http.delete(f"{client.url}/v1/sessions/{group}") as answer:
             assert answer.status == 200
     end = await trajectory_of(observer, run, group)
     assert [turn.index for turn in end.turns] == [0, 1] and end.rollout == "second"
@@ -322,7 +322,7 @@ async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_th
         await client.turn()
         group = root = branch.partition("-")[0]
         assert branch == client.session != root
-        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as reply:
+        async with client.http.delete(f"{client.url}/v1/sessions/{group}") as reply:
             assert reply.status == 200
         opening = msgspec.structs.replace(lost, group=f"{group}b", messages=lost.messages[:1], known=0)
         asked = [await gateway.request(subject, opening, timeout=PATIENCE_S, owner=group[:20]) for _ in range(2)]
